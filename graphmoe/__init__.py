@@ -1,0 +1,34 @@
+"""graphmoe: a CUDA-graph-first, static-shape execution layer for Mixture-of-Experts inference."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from graphmoe import bounds, errors
+from graphmoe.buckets import BucketLadder
+from graphmoe.planner import Plan, plan
+from graphmoe.recipe import Recipe
+from graphmoe.report import RuntimeReport
+from graphmoe.runtime import MoERuntime, StaticInputs
+from graphmoe.spec import MoESpec, model_names, named_spec
+from graphmoe.weights import ExpertWeights
+
+try:
+    __version__ = version("graphmoe")
+except PackageNotFoundError:  # running from a source tree that was not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "BucketLadder",
+    "ExpertWeights",
+    "MoERuntime",
+    "MoESpec",
+    "Plan",
+    "Recipe",
+    "RuntimeReport",
+    "StaticInputs",
+    "__version__",
+    "bounds",
+    "errors",
+    "model_names",
+    "named_spec",
+    "plan",
+]

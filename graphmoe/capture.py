@@ -1,0 +1,88 @@
+"""Warm a step up, capture it into a CUDA graph, and prove that the graph is what the plan promised."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphmoe.audit import KernelNode, kernel_nodes
+from graphmoe.errors import CaptureError
+from graphmoe.paths.base import BoundPath, Path
+from graphmoe.planner import BucketPlan
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """One instantiated graph of one (layer, bucket).
+
+    Attributes:
+        graph: replay it on any stream of its device.
+        kernels: what it launches, read back from the graph.
+        seconds: capture and instantiation.
+        nbytes: device memory that the driver took for it (0 where it fitted into memory already held).
+    """
+
+    graph: torch.cuda.CUDAGraph
+    kernels: tuple[KernelNode, ...]
+    seconds: float
+    nbytes: int
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A stream to warm up and capture on, ordered after the current stream's work and before what follows."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
+    """Capture `run`, which has been warmed up, on the current (side) stream.
+
+    A failure ends the capture and drops the graph; nothing is leaked and the next capture works.
+    """
+    started = time.perf_counter()
+    free_before, _ = torch.cuda.mem_get_info()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        run()
+    except BaseException:
+        with suppress(Exception):
+            graph.capture_end()
+        with suppress(Exception):
+            graph.reset()
+        raise
+    graph.capture_end()
+    kernels = kernel_nodes(graph)
+    graph.instantiate()
+    torch.cuda.current_stream().synchronize()
+    free_after, _ = torch.cuda.mem_get_info()
+    return CapturedStep(graph, kernels, time.perf_counter() - started, max(0, free_before - free_after))
+
+
+def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPlan, pool: Any) -> None:
+    """Hold a captured step against its plan.
+
+    Raises:
+        CaptureError: it launches another number of kernels, its GEMM tiles do not fit the layout, or capture allocated memory.
+    """
+    where = f"bucket {bucket.tokens}, {bucket.recipe}"
+    if len(captured.kernels) != bound.launches:
+        names = ", ".join(kernel.name for kernel in captured.kernels)
+        raise CaptureError(f"{where}: the graph launches {len(captured.kernels)} kernels, planned {bound.launches}: {names}")
+    gemm_threads = tuple(kernel.threads for kernel in captured.kernels if "gemm" in kernel.name)
+    complaint = path.check_blocks(bucket.options, gemm_threads)
+    if complaint:
+        raise CaptureError(f"{where}: {complaint}")
+    segments = torch.cuda.memory_snapshot(mempool_id=pool)
+    if segments:
+        held = sum(segment["total_size"] for segment in segments)
+        raise CaptureError(f"{where}: capture allocated {held} bytes from the graph pool; a step may not allocate")

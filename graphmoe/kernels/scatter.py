@@ -1,0 +1,50 @@
+"""Scatter: every token into the rows of its experts, quantised on the way where the format is FP8.
+
+x       bf16  [T, H]               static     row_of  int32 [T, K]           arena, negative: no row
+rows    e4m3 or bf16 [S, R, H]     arena      scales  f32   [S, H/128, R]    arena, or None for bf16
+
+A program reads its columns of a token once, rounds them once, and stores them K times.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphmoe.formats import BLOCK as GROUP
+from graphmoe.kernels.quantise import quantise_groups
+
+
+@triton.jit
+def _scatter_kernel(
+    x, row_of, rows, scales,
+    COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SEGMENT_ROWS: tl.constexpr, QUANTISE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < COLUMNS
+    values = tl.load(x + token * COLUMNS + column, mask=inside, other=0.0)
+    if QUANTISE:
+        payload, scale = quantise_groups(values.to(tl.float32))
+    else:
+        payload = values
+    for k in range(TOP_K):
+        row = tl.load(row_of + token * TOP_K + k).to(tl.int64)
+        if row >= 0:
+            tl.store(rows + row * COLUMNS + column, payload, mask=inside)
+            if QUANTISE:
+                segment = row // SEGMENT_ROWS
+                at = (segment * (COLUMNS // GROUP) + group) * SEGMENT_ROWS + row % SEGMENT_ROWS
+                tl.store(scales + at, scale, mask=group < COLUMNS // GROUP)
+
+
+def scatter(x: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None) -> None:
+    """Write each token into the rows of its assignments; rows that no assignment owns are left as they are. One launch, no allocation."""
+    tokens, columns = x.shape
+    groups = min(8, triton.next_power_of_2(triton.cdiv(columns, GROUP)))
+    _scatter_kernel[(tokens, triton.cdiv(columns, groups * GROUP))](
+        x, row_of, rows, rows if scales is None else scales,
+        COLUMNS=columns, TOP_K=row_of.shape[1], SEGMENT_ROWS=rows.shape[1], QUANTISE=scales is not None, GROUPS=groups, GROUP=GROUP,
+    )  # fmt: skip

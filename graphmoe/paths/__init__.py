@@ -1,0 +1,16 @@
+"""The registered paths. Adding one is one file here and one line in `PATHS`."""
+
+from __future__ import annotations
+
+from graphmoe.errors import UnknownRecipe
+from graphmoe.paths.base import Path
+from graphmoe.paths.grouped import GroupedPath
+
+PATHS: dict[str, Path] = {path.name: path for path in (GroupedPath("masked"), GroupedPath("compact"), GroupedPath("psum"))}
+
+
+def get_path(name: str) -> Path:
+    """The registered path, or UnknownRecipe naming the known ones."""
+    if name not in PATHS:
+        raise UnknownRecipe(f"unknown path {name!r}; known: {', '.join(PATHS)}, or 'auto'")
+    return PATHS[name]

@@ -1,0 +1,301 @@
+"""What will run and where every byte lies, decided before any device is touched. Pure integers; no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from graphmoe.bounds import round_up
+from graphmoe.buckets import BucketLadder
+from graphmoe.errors import ArenaTooLarge, PlanError, SchemaMismatch, UnknownRecipe, UnsupportedShape
+from graphmoe.formats import Format, get_format
+from graphmoe.paths import PATHS, get_path
+from graphmoe.paths.base import DTYPE_BYTES, BufferSpec, Stage
+from graphmoe.recipe import Recipe
+from graphmoe.spec import MoESpec
+
+SCHEMA = "graphmoe.plan/1"
+ALIGNMENT = 256
+"""Bytes that every buffer's offset is a multiple of: enough for TMA (16) and for full cache lines."""
+
+_GEMM_OF_ARCH = {"sm90": "deep_gemm", "cpu": "torch"}
+
+
+@dataclass(frozen=True)
+class PlacedBuffer:
+    """A buffer with its place in the arena."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    first: Stage
+    last: Stage
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: its recipe, who chose it, its row bound and its scratch buffers."""
+
+    tokens: int
+    recipe: Recipe
+    rule: str
+    rows: int
+    buffers: tuple[PlacedBuffer, ...]
+
+    @property
+    def options(self) -> dict[str, int]:
+        return get_path(self.recipe.path).options(self.recipe)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a runtime allocates and captures; equal arguments give equal plans, byte for byte.
+
+    The arena is `[static buffers | scratch]`. Static inputs, the output and the flag share bytes with nothing and lie at one offset in every bucket;
+    scratch is shared by all buckets and all layers, and within a bucket by buffers whose lifetimes do not meet.
+
+    Attributes:
+        static: input, output and flag buffers, sized for the largest bucket.
+        arena_bytes: size of the one allocation.
+        static_bytes: where scratch begins.
+        guard_bytes: untouched bytes behind every buffer; above 0, buffers of a bucket share nothing.
+    """
+
+    spec: MoESpec
+    ladder: BucketLadder
+    fmt: str
+    arch: str
+    gemm: str
+    guard_bytes: int
+    static: tuple[PlacedBuffer, ...]
+    static_bytes: int
+    arena_bytes: int
+    buckets: tuple[BucketPlan, ...]
+
+    def bucket(self, tokens: int) -> BucketPlan:
+        """The plan of the bucket that `tokens` tokens run in."""
+        return self.buckets[self.ladder.sizes.index(self.ladder.bucket_for(tokens))]
+
+    def bucket_bytes(self, bucket: BucketPlan) -> int:
+        """Arena bytes this bucket alone needs: static buffers and its scratch."""
+        return max([self.static_bytes, *(_end(buffer, self.guard_bytes) for buffer in bucket.buffers)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with the schema version and the fingerprint; `from_json` gives an equal plan back."""
+        return {**self._content(), "fingerprint": self.fingerprint}
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the plan's content: two plans with one fingerprint lay out and run the same."""
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "spec": asdict(self.spec),
+            "ladder": {"sizes": list(self.ladder.sizes), "overflow": self.ladder.overflow},
+            "fmt": self.fmt,
+            "arch": self.arch,
+            "gemm": self.gemm,
+            "guard_bytes": self.guard_bytes,
+            "static_bytes": self.static_bytes,
+            "arena_bytes": self.arena_bytes,
+            "static": [_buffer_json(buffer) for buffer in self.static],
+            "buckets": [
+                {
+                    "tokens": bucket.tokens,
+                    "recipe": bucket.recipe.to_json(),
+                    "rule": bucket.rule,
+                    "rows": bucket.rows,
+                    "buffers": [_buffer_json(buffer) for buffer in bucket.buffers],
+                }
+                for bucket in self.buckets
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """A stored plan.
+
+        Raises:
+            SchemaMismatch: another schema version.
+            PlanError: a field is missing, or the content does not match its fingerprint.
+        """
+        if data.get("schema") != SCHEMA:
+            raise SchemaMismatch(f"the plan has schema {data.get('schema')!r}, this graphmoe reads {SCHEMA!r}; make the plan anew")
+        try:
+            plan = cls(
+                spec=MoESpec(**data["spec"]),
+                ladder=BucketLadder(data["ladder"]["sizes"], data["ladder"]["overflow"]),
+                fmt=data["fmt"],
+                arch=data["arch"],
+                gemm=data["gemm"],
+                guard_bytes=data["guard_bytes"],
+                static=tuple(_buffer_from(buffer) for buffer in data["static"]),
+                static_bytes=data["static_bytes"],
+                arena_bytes=data["arena_bytes"],
+                buckets=tuple(
+                    BucketPlan(
+                        b["tokens"], Recipe.from_json(b["recipe"]), b["rule"], b["rows"], tuple(_buffer_from(buffer) for buffer in b["buffers"])
+                    )
+                    for b in data["buckets"]
+                ),
+            )
+            stored = data["fingerprint"]
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"the plan lacks or misspells a field: {error}") from error
+        if plan.fingerprint != stored:
+            raise PlanError("the plan's content does not match its fingerprint: it was edited; make the plan anew")
+        return plan
+
+
+def plan(
+    spec: MoESpec,
+    ladder: BucketLadder | str | Iterable[int],
+    *,
+    fmt: str = "fp8_block",
+    arch: str = "sm90",
+    recipes: Recipe | str | Mapping[int, Recipe | str] = "auto",
+    max_arena_bytes: int | None = None,
+    guard_bytes: int = 0,
+) -> Plan:
+    """Decide every bucket's path, rows and buffers.
+
+    Args:
+        spec: the layer.
+        ladder: batch sizes: a BucketLadder, a preset's name, or ints.
+        fmt: weight format, `"fp8_block"` or `"bf16"`.
+        arch: `"sm90"` (deep_gemm) or `"cpu"` (torch).
+        recipes: one recipe or path name for all buckets, `"auto"`, or a mapping from bucket to recipe (buckets it leaves out are auto).
+        max_arena_bytes: refuse a larger arena.
+        guard_bytes: bytes behind every buffer that nothing may write (for verification).
+
+    Raises:
+        UnknownRecipe, UnsupportedShape, ArenaTooLarge.
+    """
+    ladder = BucketLadder.of(ladder)
+    weight_format = get_format(fmt)
+    weight_format.check(spec)
+    if arch not in _GEMM_OF_ARCH:
+        raise UnsupportedShape(f"unknown arch {arch!r}; known: {', '.join(_GEMM_OF_ARCH)}")
+    if guard_bytes < 0:
+        raise PlanError(f"guard_bytes={guard_bytes} must not be negative")
+    if isinstance(recipes, Mapping) and not set(recipes) <= set(ladder.sizes):
+        raise UnknownRecipe(f"recipes name buckets {sorted(set(recipes) - set(ladder.sizes))} that the ladder {list(ladder.sizes)} lacks")
+
+    planner = _Planner(spec, ladder, weight_format, arch, guard_bytes, max_arena_bytes)
+    buckets = tuple(planner.bucket(tokens, recipes.get(tokens, "auto") if isinstance(recipes, Mapping) else recipes) for tokens in ladder.sizes)
+    arena_bytes = max([planner.static_bytes, *(_end(buffer, guard_bytes) for bucket in buckets for buffer in bucket.buffers)])
+    made = Plan(
+        spec, ladder, fmt, arch, _GEMM_OF_ARCH[arch], guard_bytes, planner.static, planner.static_bytes, round_up(arena_bytes, ALIGNMENT), buckets
+    )
+    if max_arena_bytes is not None and made.arena_bytes > max_arena_bytes:
+        raise planner.too_large(made, max_arena_bytes)
+    return made
+
+
+class _Planner:
+    """The arguments of one `plan` call, and the pieces that every bucket shares."""
+
+    def __init__(self, spec: MoESpec, ladder: BucketLadder, fmt: Format, arch: str, guard_bytes: int, max_arena_bytes: int | None) -> None:
+        self.spec, self.ladder, self.fmt, self.arch = spec, ladder, fmt, arch
+        self.guard_bytes, self.max_arena_bytes = guard_bytes, max_arena_bytes
+        self.static, self.static_bytes = self._place_static()
+
+    def _place_static(self) -> tuple[tuple[PlacedBuffer, ...], int]:
+        t, h, k = self.ladder.largest, self.spec.hidden_size, self.spec.top_k
+        specs = (
+            BufferSpec("x", (t, h), "bfloat16", Stage.STAGE, Stage.COMBINE),
+            BufferSpec("topk_ids", (t, k), "int32", Stage.STAGE, Stage.COMBINE),
+            BufferSpec("topk_weights", (t, k), "float32", Stage.STAGE, Stage.COMBINE),
+            BufferSpec("y", (t, h), "bfloat16", Stage.STAGE, Stage.COMBINE),
+            BufferSpec("flags", (1,), "int32", Stage.STAGE, Stage.COMBINE),
+        )
+        placed = place(specs, 0, self.guard_bytes)
+        return placed, max(_end(buffer, self.guard_bytes) for buffer in placed)
+
+    def bucket(self, tokens: int, wish: Recipe | str) -> BucketPlan:
+        if wish != "auto":
+            return self._with_recipe(tokens, Recipe.of(wish), "asked for")
+        if self.spec.num_experts > self.spec.num_local_experts and self.spec.num_local_experts <= 32:
+            masked = self._with_recipe(tokens, Recipe("masked"), "auto: expert-parallel rank of at most 32 experts")
+            if self.max_arena_bytes is None or self._bytes(masked) <= self.max_arena_bytes:
+                return masked
+            return self._with_recipe(tokens, Recipe("psum", block_e=64), "auto: masked exceeds max_arena_bytes")
+        return self._with_recipe(tokens, Recipe("psum", block_e=64), "auto: no profile, psum with block_e 64")
+
+    def _with_recipe(self, tokens: int, recipe: Recipe, rule: str) -> BucketPlan:
+        path = get_path(recipe.path)
+        options = path.options(recipe)
+        reason = path.supports(self.spec, self.fmt, self.arch)
+        if reason:
+            raise UnsupportedShape(f"path {recipe.path!r}: {reason}")
+        rows = path.rows(self.spec, tokens, options)
+        if rows >= 1 << 31:
+            raise UnsupportedShape(f"bucket {tokens} needs {rows} rows in path {recipe.path!r}; row indices are int32: use smaller buckets")
+        buffers = place(path.buffers(self.spec, self.fmt, tokens, options), self.static_bytes, self.guard_bytes)
+        return BucketPlan(tokens, Recipe(recipe.path, **options), rule, rows, buffers)
+
+    def _bytes(self, bucket: BucketPlan) -> int:
+        return max(_end(buffer, self.guard_bytes) for buffer in bucket.buffers)
+
+    def too_large(self, made: Plan, limit: int) -> ArenaTooLarge:
+        worst = max(made.buckets, key=self._bytes)
+        fitting = [bucket.tokens for bucket in made.buckets if self._bytes(bucket) <= limit]
+        needs = {name: self._bytes(self._with_recipe(worst.tokens, Recipe(name), "")) for name in PATHS}
+        smallest = min(needs, key=needs.__getitem__)
+        remedies = [f"'{smallest}' needs {_gib(needs[smallest])}: pass path='{smallest}'"] if needs[smallest] < self._bytes(worst) else []
+        remedies += [f"drop buckets above {max(fitting)}"] if fitting else [f"max_arena_bytes must be at least {_gib(made.arena_bytes)}"]
+        need = f"bucket {worst.tokens} needs {_gib(self._bytes(worst))} in path '{worst.recipe.path}'"
+        return ArenaTooLarge(f"{need} but max_arena_bytes is {_gib(limit)}; {' or '.join(remedies)}")
+
+
+def place(specs: Iterable[BufferSpec], base: int, guard_bytes: int) -> tuple[PlacedBuffer, ...]:
+    """First fit, largest first: each buffer at the lowest aligned offset where it meets no placed buffer that is alive in one of its stages.
+
+    With guard bytes every pair counts as alive together: a guard band must stay untouched for the whole call.
+    """
+    placed: list[PlacedBuffer] = []
+    for spec in sorted(specs, key=lambda spec: (-spec.nbytes, spec.name)):
+        size = spec.nbytes + guard_bytes
+        offset = base
+        for other in sorted(placed, key=lambda other: other.offset):
+            together = guard_bytes > 0 or (spec.first <= other.last and other.first <= spec.last)
+            if together and offset < _end(other, guard_bytes) and other.offset < offset + size:
+                offset = _end(other, guard_bytes)
+        placed.append(PlacedBuffer(spec.name, spec.shape, spec.dtype, spec.first, spec.last, offset))
+    return tuple(placed)
+
+
+def _end(buffer: PlacedBuffer, guard_bytes: int) -> int:
+    return round_up(buffer.offset + buffer.nbytes + guard_bytes, ALIGNMENT)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 28 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _buffer_json(buffer: PlacedBuffer) -> dict[str, Any]:
+    lifetime = [buffer.first.name.lower(), buffer.last.name.lower()]
+    return {
+        "name": buffer.name,
+        "shape": list(buffer.shape),
+        "dtype": buffer.dtype,
+        "lifetime": lifetime,
+        "offset": buffer.offset,
+        "nbytes": buffer.nbytes,
+    }
+
+
+def _buffer_from(data: Mapping[str, Any]) -> PlacedBuffer:
+    first, last = (Stage[name.upper()] for name in data["lifetime"])
+    return PlacedBuffer(data["name"], tuple(data["shape"]), data["dtype"], first, last, data["offset"])

@@ -1,0 +1,10 @@
+"""The meaning of every kernel, in plain torch, under the same names and signatures (`graphmoe.ops.Ops`); runs on any device."""
+
+from graphmoe.reference.act import act
+from graphmoe.reference.combine import combine
+from graphmoe.reference.layer import moe_layer
+from graphmoe.reference.route import route
+from graphmoe.reference.scatter import scatter
+from graphmoe.reference.stage import stage
+
+__all__ = ["act", "combine", "moe_layer", "route", "scatter", "stage"]

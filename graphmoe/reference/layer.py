@@ -1,0 +1,55 @@
+"""The dense oracle: one MoE layer in float64, expert by expert, with no layout and no graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight, quantize_rows
+from graphmoe.weights import ExpertWeights
+
+
+def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, *, quantise_activations: bool = True) -> Tensor:
+    """What the layer means.
+
+    Args:
+        x: bf16 `[t, H]`.
+        topk_ids: int `[t, K]`, local ids; ids outside `[0, E)` contribute nothing.
+        topk_weights: float32 `[t, K]`.
+        weights: the experts; dequantised to float64 one at a time.
+        quantise_activations: round activations where the format does (rows to e4m3 groups, gate and up to bf16). Then only accumulation
+            order and the last bf16 rounding separate a path from this oracle. With False nothing is rounded: the accuracy of the format itself.
+
+    Returns:
+        float64 `[t, H]`. A token with duplicate ids under `distinct_topk` is NaN.
+    """
+    spec = weights.spec
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    rounded = quantise_activations and weights.fmt == "fp8_block"
+    source = dequantize_rows(*quantize_rows(x)) if rounded else x
+    for e in range(spec.num_local_experts):
+        token, slot = (topk_ids == e).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            continue
+        w13, w2 = (_dense(payload, scale, e) for payload, scale in ((weights.w13, weights.w13_scale_inv), (weights.w2, weights.w2_scale_inv)))
+        gate_up = source[token].double() @ w13.T
+        gate, up = (gate_up.to(torch.bfloat16).double() if quantise_activations else gate_up).chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate) * up
+        if rounded:
+            hidden = dequantize_rows(*quantize_rows(hidden)).double()
+        elif quantise_activations:
+            hidden = hidden.to(torch.bfloat16).double()
+        out.index_add_(0, token, (hidden @ w2.T) * topk_weights[token, slot, None].double())
+    out *= spec.routed_scaling_factor
+    if spec.distinct_topk:
+        out[_names_an_expert_twice(topk_ids, spec.num_local_experts)] = torch.nan
+    return out
+
+
+def _dense(payload: Tensor, scale: Tensor | None, e: int) -> Tensor:
+    return payload[e].double() if scale is None else dequantize_weight(payload[e], scale[e]).double()
+
+
+def _names_an_expert_twice(topk_ids: Tensor, num_experts: int) -> Tensor:
+    ids = topk_ids.sort(dim=-1).values
+    return ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0) & (ids[:, 1:] < num_experts)).any(-1)

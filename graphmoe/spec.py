@@ -1,0 +1,144 @@
+"""What an MoE layer is: the numbers every other part starts from. Integers only; importing this touches no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from graphmoe.errors import SpecError, UnsupportedSpec
+
+_MAX_EXPERTS = 1024
+_MAX_DIM = 1 << 20
+_Ids = TypeVar("_Ids")
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """One routed MoE layer as one rank sees it.
+
+    Args:
+        num_experts: all routed experts of the layer (`E_global`).
+        top_k: experts per token (`K`).
+        hidden_size: `H`.
+        intermediate_size: `I`, of one expert on this rank.
+        num_local_experts: experts on this rank (`E`); 0, the default, means all of them.
+        expert_offset: global id of this rank's first expert.
+        routed_scaling_factor: multiplies the routed sum once, in float32.
+        activation: of the gate; `"silu"`.
+        gated: `silu(gate) * up` (`w13` is `[E, 2I, H]`) rather than one projection.
+        distinct_topk: a token's experts are distinct, as top-k selection guarantees. Tightens every bound;
+            a token that breaks the promise becomes NaN and raises a flag.
+
+    Raises:
+        SpecError: impossible numbers.
+        UnsupportedSpec: a possible layer that is not supported yet.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    num_local_experts: int = 0
+    expert_offset: int = 0
+    routed_scaling_factor: float = 1.0
+    activation: str = "silu"
+    gated: bool = True
+    distinct_topk: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_local_experts == 0 and self.expert_offset == 0:
+            object.__setattr__(self, "num_local_experts", self.num_experts)
+        for name, low, high in (
+            ("num_experts", 1, _MAX_EXPERTS),
+            ("top_k", 1, _MAX_EXPERTS),
+            ("hidden_size", 1, _MAX_DIM),
+            ("intermediate_size", 1, _MAX_DIM),
+            ("num_local_experts", 1, _MAX_EXPERTS),
+            ("expert_offset", 0, _MAX_EXPERTS),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise SpecError(f"{name}={value!r} must be an int in [{low}, {high}]")
+        if self.expert_offset + self.num_local_experts > self.num_experts:
+            raise SpecError(
+                f"local experts [{self.expert_offset}, {self.expert_offset + self.num_local_experts}) exceed num_experts={self.num_experts}"
+            )
+        if self.distinct_topk and self.top_k > self.num_experts:
+            raise SpecError(f"top_k={self.top_k} distinct experts cannot come from num_experts={self.num_experts}; pass distinct_topk=False")
+        if not (isinstance(self.routed_scaling_factor, (int, float)) and math.isfinite(self.routed_scaling_factor)):
+            raise SpecError(f"routed_scaling_factor={self.routed_scaling_factor!r} must be a finite number")
+        if self.activation != "silu":
+            raise UnsupportedSpec(f"activation={self.activation!r} is not supported yet; supported: 'silu'")
+        if not self.gated:
+            raise UnsupportedSpec("non-gated experts (gated=False) are not supported yet; supported: gated experts, w13 [E, 2I, H]")
+
+    @property
+    def max_experts_per_token(self) -> int:
+        """Most assignments of one token that can land on this rank: `min(K, E)` if distinct, else `K`."""
+        return min(self.top_k, self.num_local_experts) if self.distinct_topk else self.top_k
+
+    def assignments(self, tokens: int) -> int:
+        """`A`: assignments of `tokens` tokens that can land on this rank."""
+        return tokens * self.max_experts_per_token
+
+    def shard(self, *, tp: int = 1, ep: int = 1, ep_rank: int = 0) -> MoESpec:
+        """This rank's part under `tp`-way tensor parallelism (splits `I`) and `ep`-way expert parallelism (splits `E`).
+
+        Raises:
+            SpecError: a size that does not divide, or a rank that does not exist.
+        """
+        for name, parts, total, what in (
+            ("tp", tp, self.intermediate_size, "intermediate_size"),
+            ("ep", ep, self.num_local_experts, "num_local_experts"),
+        ):
+            if parts < 1 or total % parts:
+                raise SpecError(f"{name}={parts} does not divide {what}={total}")
+        if not 0 <= ep_rank < ep:
+            raise SpecError(f"ep_rank={ep_rank} is not in [0, {ep})")
+        local = self.num_local_experts // ep
+        return replace(
+            self,
+            intermediate_size=self.intermediate_size // tp,
+            num_local_experts=local,
+            expert_offset=self.expert_offset + ep_rank * local,
+        )
+
+    def to_local(self, topk_ids: _Ids) -> _Ids:
+        """Global expert ids -> this rank's local ids; every id of another rank (and every sentinel) becomes -1.
+
+        Args:
+            topk_ids: int32 or int64, any shape, numpy or torch; ids in `[0, num_experts)`, anything else is a sentinel.
+        """
+        ids: Any = topk_ids
+        local = ids - self.expert_offset
+        here = (ids >= self.expert_offset) & (ids < self.expert_offset + self.num_local_experts)
+        return (local + 1) * here - 1
+
+
+_MODELS: dict[str, MoESpec] = {
+    "qwen3-30b-a3b": MoESpec(128, 8, 2048, 768),
+    "qwen3-235b-a22b": MoESpec(128, 8, 4096, 1536),
+    "deepseek-v3": MoESpec(256, 8, 7168, 2048, routed_scaling_factor=2.5),
+    "mixtral-8x7b": MoESpec(8, 2, 4096, 14336),
+    "minimax-m2": MoESpec(256, 8, 3072, 1536),
+    "kimi-k2": MoESpec(384, 8, 7168, 2048, routed_scaling_factor=2.827),
+    "glm-4.5-air": MoESpec(128, 8, 4096, 1408, routed_scaling_factor=1.0),
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Names that `named_spec` knows."""
+    return tuple(_MODELS)
+
+
+def named_spec(model: str) -> MoESpec:
+    """The routed experts of a published model (its Hugging Face `config.json`), unsharded.
+
+    Raises:
+        SpecError: an unknown name.
+    """
+    try:
+        return _MODELS[model]
+    except KeyError:
+        raise SpecError(f"unknown model {model!r}; known: {', '.join(_MODELS)}") from None

@@ -1,0 +1,305 @@
+"""The expert weights of one layer: made from tensors, checked once, saved to and loaded from Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphmoe.errors import CheckpointError, WeightsMismatch
+from graphmoe.formats import BLOCK, get_format
+from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
+from graphmoe.spec import MoESpec
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Expert weights of one layer on one device.
+
+    Attributes:
+        spec: the layer they belong to.
+        fmt: `"fp8_block"` or `"bf16"`.
+        w13: `[E, 2I, H]`, gate rows first; e4m3 or bf16.
+        w2: `[E, H, I]`.
+        w13_scale_inv: float32 `[E, 2I/128, H/128]`, or None for bf16.
+        w2_scale_inv: float32 `[E, H/128, I/128]`, or None for bf16.
+    """
+
+    spec: MoESpec
+    fmt: str
+    w13: Tensor
+    w2: Tensor
+    w13_scale_inv: Tensor | None = None
+    w2_scale_inv: Tensor | None = None
+
+    @classmethod
+    def from_bf16(cls, spec: MoESpec, w13: Tensor, w2: Tensor, *, fmt: str = "fp8_block") -> ExpertWeights:
+        """Weights from floating-point tensors, quantised to block FP8 (the default) or kept as `fmt="bf16"`.
+
+        Args:
+            spec: the layer.
+            w13: bf16 (or float32) `[E, 2I, H]`, gate first.
+            w2: bf16 (or float32) `[E, H, I]`.
+            fmt: `"fp8_block"` or `"bf16"`. BF16 tensors kept as BF16 are used in place, not copied.
+
+        Raises:
+            WeightsMismatch: shapes, dtypes or devices that do not fit; NaN or infinity in the weights.
+            UnsupportedShape: H or I that the format cannot take.
+        """
+        get_format(fmt).check(spec)
+        for name, tensor, shape in (("w13", w13, _w13_shape(spec)), ("w2", w2, _w2_shape(spec))):
+            _check(name, tensor, shape, (torch.bfloat16, torch.float32))
+            # One expert at a time: `isfinite` over all of them would take a temporary of the weights' own size.
+            if not all(bool(expert.isfinite().all()) for expert in tensor):
+                raise WeightsMismatch(f"{name} holds NaN or infinity")
+        if fmt == "bf16":
+            return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())._checked()
+        return cls._from_experts(spec, ((*quantize_weight(w13[e]), *quantize_weight(w2[e])) for e in range(spec.num_local_experts)), w13.device)
+
+    @classmethod
+    def from_fp8(cls, spec: MoESpec, w13: Tensor, w13_scale_inv: Tensor, w2: Tensor, w2_scale_inv: Tensor) -> ExpertWeights:
+        """Weights from e4m3 payloads and their 128x128 block scales (`value = payload * scale_inv`); used in place where contiguous.
+
+        Raises:
+            WeightsMismatch: shapes, dtypes or devices that do not fit; a scale that is NaN, infinite or negative.
+            UnsupportedShape: H or I not a multiple of 128.
+        """
+        get_format("fp8_block").check(spec)
+        scales = [scale if scale.dtype == torch.float32 else scale.float() for scale in (w13_scale_inv, w2_scale_inv)]
+        return cls(spec, "fp8_block", w13.contiguous(), w2.contiguous(), scales[0].contiguous(), scales[1].contiguous())._checked()
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
+        if self.w13_scale_inv is None or self.w2_scale_inv is None:
+            return self.w13.float(), self.w2.float()
+        return dequantize_weight(self.w13, self.w13_scale_inv), dequantize_weight(self.w2, self.w2_scale_inv)
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same weights on another device; itself if already there."""
+        mine = self.tensors()
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in mine.items()}
+        return self if all(moved[name] is tensor for name, tensor in mine.items()) else replace(self, **moved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that exist in this format, by attribute name."""
+        named = {"w13": self.w13, "w2": self.w2, "w13_scale_inv": self.w13_scale_inv, "w2_scale_inv": self.w2_scale_inv}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def check_spec(self, spec: MoESpec) -> None:
+        """Raise WeightsMismatch unless these weights hold the experts that `spec` describes."""
+        for name in ("num_local_experts", "expert_offset", "hidden_size", "intermediate_size", "gated", "activation"):
+            mine, theirs = getattr(self.spec, name), getattr(spec, name)
+            if mine != theirs:
+                raise WeightsMismatch(f"the weights were made for {name}={mine}, the runtime's spec says {theirs}; load them with that spec")
+
+    def save(self, directory: str | os.PathLike[str], layer: int = 0) -> Path:
+        """Write this layer under the per-expert Hugging Face names, one safetensors file a layer, and enter it in the index.
+
+        A file appears under its final name only when it is complete. Scales are stored as float32 `weight_scale_inv`.
+
+        Returns:
+            the file written.
+        """
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        spec, tensors = self.spec, {}
+        for e in range(spec.num_local_experts):
+            for name, part, scale in self._checkpoint_parts(e):
+                key = _key(layer, spec.expert_offset + e, name)
+                tensors[key] = part.contiguous().cpu()
+                if scale is not None:
+                    tensors[key + "_scale_inv"] = scale.contiguous().cpu()
+        first = spec.expert_offset
+        part_name = "" if spec.num_local_experts == spec.num_experts else f"-experts-{first:04d}-{first + spec.num_local_experts - 1:04d}"
+        path = folder / f"model-layer-{layer:05d}{part_name}.safetensors"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _enter_in_index(folder, dict.fromkeys(tensors, path.name), sum(tensor.nbytes for tensor in tensors.values()))
+        return path
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], spec: MoESpec, layer: int = 0, *, device: torch.device | str = "cpu") -> ExpertWeights:
+        """Read this rank's experts of one layer from a checkpoint with per-expert Hugging Face names.
+
+        Block FP8 if the checkpoint has `weight_scale_inv` entries (any float dtype), else BF16. Files are found through
+        `model.safetensors.index.json`, or by looking into every `*.safetensors` of the directory.
+
+        Raises:
+            CheckpointError: no checkpoint there, or tensors that are missing or misshapen (all of them named in one error).
+            WeightsMismatch: a scale that is NaN, infinite or negative.
+        """
+        files = _tensor_files(Path(directory))
+        experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
+        h, i = spec.hidden_size, spec.intermediate_size
+        shapes = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i)}
+        quantised = _key(layer, experts[0], "gate_proj") + "_scale_inv" in files
+        wanted: dict[str, tuple[int, ...]] = {}
+        for e in experts:
+            for name, (rows, columns) in shapes.items():
+                wanted[_key(layer, e, name)] = (rows, columns)
+                if quantised:
+                    wanted[_key(layer, e, name) + "_scale_inv"] = (-(-rows // BLOCK), -(-columns // BLOCK))
+        missing = [key for key in wanted if key not in files]
+        if missing:
+            raise CheckpointError(f"{directory}: {_some(missing)} missing; spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}")
+        get_format("fp8_block" if quantised else "bf16").check(spec)
+        with _Reader(files) as reader:
+            wrong = [f"{key} is {reader.shape(key)}, not {shape}" for key, shape in wanted.items() if reader.shape(key) != shape]
+            if wrong:
+                raise CheckpointError(f"{directory}: {_some(wrong)}")
+
+            def read(e: int) -> tuple[Tensor, ...]:
+                gate, up, down = (reader.read(_key(layer, e, name)) for name in shapes)
+                if not quantised:
+                    return torch.cat([gate, up]), down
+                gate_scale, up_scale, down_scale = (reader.read(_key(layer, e, name) + "_scale_inv").float() for name in shapes)
+                return torch.cat([gate, up]), torch.cat([gate_scale, up_scale]), down, down_scale
+
+            return cls._from_experts(spec, (read(e) for e in experts), torch.device(device))
+
+    @classmethod
+    def _from_experts(cls, spec: MoESpec, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
+        """Stack experts as they come, one at a time: `(w13, w2)` for bf16, `(w13, scale, w2, scale)` for block FP8."""
+        stacked: list[Tensor] = []
+        for e, parts in enumerate(experts):
+            if not stacked:
+                stacked = [torch.empty((spec.num_local_experts, *part.shape), dtype=part.dtype, device=device) for part in parts]
+            for whole, part in zip(stacked, parts, strict=True):
+                if part.dtype != whole.dtype:
+                    raise CheckpointError(f"expert {e} is {part.dtype}, expert 0 is {whole.dtype}")
+                whole[e].copy_(part)
+        if len(stacked) == 2:
+            return cls(spec, "bf16", *stacked)._checked()
+        w13, w13_scale, w2, w2_scale = stacked
+        return cls(spec, "fp8_block", w13, w2, w13_scale, w2_scale)._checked()
+
+    def _checked(self) -> ExpertWeights:
+        spec = self.spec
+        payload = torch.bfloat16 if self.fmt == "bf16" else torch.float8_e4m3fn
+        expected = {"w13": _w13_shape(spec), "w2": _w2_shape(spec)}
+        if self.fmt == "fp8_block":
+            e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+            expected |= {"w13_scale_inv": (e, 2 * i // BLOCK, h // BLOCK), "w2_scale_inv": (e, h // BLOCK, i // BLOCK)}
+        for name, tensor in self.tensors().items():
+            _check(name, tensor, expected[name], (torch.float32,) if name.endswith("scale_inv") else (payload,))
+            if tensor.device != self.device:
+                raise WeightsMismatch(f"{name} is on {tensor.device}, w13 on {self.device}; move them to one device")
+            if name.endswith("scale_inv") and not bool((tensor.isfinite() & (tensor >= 0)).all()):
+                raise WeightsMismatch(f"{name} holds a scale that is NaN, infinite or negative")
+        return self
+
+    def _checkpoint_parts(self, e: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        i = self.spec.intermediate_size
+        scale13, scale2 = self.w13_scale_inv, self.w2_scale_inv
+        yield "gate_proj", self.w13[e, :i], None if scale13 is None else scale13[e, : i // BLOCK]
+        yield "up_proj", self.w13[e, i:], None if scale13 is None else scale13[e, i // BLOCK :]
+        yield "down_proj", self.w2[e], None if scale2 is None else scale2[e]
+
+
+def _w13_shape(spec: MoESpec) -> tuple[int, ...]:
+    return (spec.num_local_experts, 2 * spec.intermediate_size, spec.hidden_size)
+
+
+def _w2_shape(spec: MoESpec) -> tuple[int, ...]:
+    return (spec.num_local_experts, spec.hidden_size, spec.intermediate_size)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise WeightsMismatch(f"{name} is {tuple(tensor.shape)}, the spec needs {shape}")
+    if tensor.dtype not in dtypes:
+        raise WeightsMismatch(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
+
+
+def _key(layer: int, expert: int, projection: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file of a checkpoint directory."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            return {key: folder / name for key, name in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with _open(path) as handle:
+            files |= dict.fromkeys(handle.keys(), path)
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file")
+    return files
+
+
+def _enter_in_index(folder: Path, weight_map: dict[str, str], added_bytes: int) -> None:
+    index = folder / INDEX_NAME
+    data = json.loads(index.read_text()) if index.is_file() else {"metadata": {"total_size": 0}, "weight_map": {}}
+    if not weight_map.keys() <= data["weight_map"].keys():
+        data["metadata"]["total_size"] += added_bytes
+    data["weight_map"] |= weight_map
+    temporary = index.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+    temporary.replace(index)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+class _Reader:
+    """Opens each file of a checkpoint once and reads tensors by name."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+        self._open: dict[Path, safe_open] = {}
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def _handle(self, key: str) -> safe_open:
+        path = self._files[key]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        return self._open[path]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._handle(key).get_slice(key).get_shape())
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._files[key]} has no tensor {key}, though the index says so") from error
+
+    def read(self, key: str) -> Tensor:
+        return self._handle(key).get_tensor(key)

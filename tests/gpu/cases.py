@@ -1,0 +1,51 @@
+"""The shapes, formats and recipes that GPU tests run, and a command that compiles the kernels of one: `python -m tests.gpu.cases NAME`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, named_spec
+from tests.checks import RECIPES, random_weights
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+SHAPES = {"qwen3-30b-a3b": named_spec("qwen3-30b-a3b"), "deepseek-v3 ep=8": named_spec("deepseek-v3").shard(ep=8, ep_rank=3)}
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    fmt: str
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} | {self.fmt} | {self.recipe}"
+
+    @property
+    def spec(self) -> MoESpec:
+        return SHAPES[self.shape]
+
+
+CASES = tuple(Case(shape, fmt, recipe) for shape in SHAPES for fmt in ("fp8_block", "bf16") for recipe in RECIPES)
+
+
+@cache
+def weights_of(shape: str, fmt: str, seed: int = 0) -> ExpertWeights:
+    return random_weights(SHAPES[shape], fmt, seed=seed, device="cuda")
+
+
+def _compile(case: Case) -> None:
+    spec = case.spec
+    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    dtype = torch.bfloat16 if case.fmt == "bf16" else torch.float8_e4m3fn
+    tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape in ((e, 2 * i, h), (e, h, i))]
+    scales = [] if case.fmt == "bf16" else [torch.ones(e, n // 128, k // 128, device="cuda") for n, k in ((2 * i, h), (h, i))]
+    MoERuntime(spec, ExpertWeights(spec, case.fmt, *tensors, *scales), buckets=BUCKETS, path=case.recipe, progress=False).close()
+
+
+if __name__ == "__main__":
+    _compile(next(case for case in CASES if case.name == sys.argv[1]))

@@ -1,0 +1,56 @@
+"""GPU tests skip by themselves without a GPU. Every kernel that they need is compiled first, by parallel processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.cases import CASES, Case
+
+ROOT = Path(__file__).parents[2]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """Warm deep_gemm's and Triton's caches on disk, one process a case."""
+    started = time.perf_counter()
+
+    def warm(case: Case) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.gpu.cases", case.name], cwd=ROOT, env={**os.environ, "PYTHONPATH": _path()}, capture_output=True, text=True
+        )
+        return "" if done.returncode == 0 else f"{case.name}:\n{done.stderr[-2000:]}"
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        failures = [failure for failure in pool.map(warm, CASES) if failure]
+    print(f"\ncompiled {len(CASES)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
+    assert not failures, "\n".join(failures[:2])
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[list[str]]:
+    """Lines that are printed when all tests are done."""
+    lines: list[str] = []
+    yield lines
+    print("\n" + "\n".join(lines))
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

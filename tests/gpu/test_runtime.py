@@ -1,0 +1,189 @@
+"""The runtime's contracts on a GPU: memory, staging, streams, nesting, errors, the sticky flag."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+
+from graphmoe import MoERuntime, MoESpec, Recipe
+from graphmoe.errors import BatchTooLarge, BrokenPromise, CaptureError, InvalidInput, RuntimeClosed
+from tests.checks import RECIPES, assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
+
+SPEC = MoESpec(16, 4, 1024, 512, routed_scaling_factor=1.5)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(SPEC, "fp8_block", device="cuda")
+
+
+@pytest.fixture
+def runtime(weights):
+    with MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8, 16], path="psum", progress=False) as made:
+        yield made
+
+
+def test_twenty_builds_and_closes_leak_nothing(weights, table: list[str]) -> None:
+    free = []
+    for build in range(22):
+        made = MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8, 16, 32], path=RECIPES[build % len(RECIPES)], progress=False)
+        made(*_batch(5))
+        made.close()
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    table.append(
+        f"free memory after builds and closes 2..22: lowest {min(free[1:])}, highest {max(free[1:])} bytes; allocated {torch.cuda.memory_allocated()}"
+    )
+    assert free[-1] >= free[len(RECIPES)], free
+
+
+def test_calls_allocate_nothing(runtime: MoERuntime) -> None:
+    batch = _batch(5)
+    runtime(*batch)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(10):
+        runtime(*batch)
+        runtime.replay(8)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_changed_batches_streams_and_threads(runtime: MoERuntime, weights) -> None:
+    batches = [_batch(t, seed=t) for t in (1, 3, 16, 2, 8, 5, 13, 4)]
+    wants = [oracle(*batch, weights) for batch in batches]
+    outs = [torch.empty_like(batch[0]) for batch in batches]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(3):
+        for index, batch in enumerate(batches):
+            with torch.cuda.stream(streams[index % 3]):
+                runtime(*batch, out=outs[index].fill_(0))
+        torch.cuda.synchronize()
+        for out, want in zip(outs, wants, strict=True):
+            assert_rows(out, want, "fp8_block")
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for _ in range(20):
+                with torch.cuda.stream(streams[index]):
+                    out = torch.empty_like(batches[index][0])
+                    runtime(*batches[index], out=out)
+                    streams[index].synchronize()
+                assert_rows(out, wants[index], "fp8_block")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_our_call_inside_a_users_capture_just_records(runtime: MoERuntime, weights) -> None:
+    x, ids, router = _batch(6)
+    out = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runtime(x, ids, router, out=out)
+    for seed in (1, 2):
+        x2, ids2, router2 = _batch(6, seed=seed)
+        x.copy_(x2)
+        ids.copy_(ids2)
+        router.copy_(router2)
+        poison(runtime, -1)
+        out.fill_(0)
+        graph.replay()
+        assert_rows(out, oracle(x2, ids2, router2, weights), "fp8_block")
+        assert_rows(runtime(x2, ids2, router2), oracle(x2, ids2, router2, weights), "fp8_block")
+
+
+def test_the_last_output_may_be_the_next_input(runtime: MoERuntime, weights) -> None:
+    x, ids, router = _batch(7)
+    y = runtime(x, ids, router)
+    first = y.clone()
+    assert_rows(runtime(y, ids, router), oracle(first, ids, router, weights), "fp8_block")
+
+
+def test_ids_of_every_kind_give_the_same_bits(runtime: MoERuntime) -> None:
+    x, ids, router = _batch(6)
+    want = bits(runtime(x, ids, router)).clone()
+    assert torch.equal(bits(runtime(x, ids.int(), router)), want)
+    assert torch.equal(bits(runtime(x, ids.T.contiguous().T, router.T.contiguous().T)), want)
+    padded = torch.zeros(6, 1025, device="cuda", dtype=torch.bfloat16)[:, 1:]
+    assert torch.equal(bits(runtime(padded.copy_(x), ids, router)), want)
+    one = x[:1].expand(6, -1)
+    assert torch.equal(bits(runtime(one, ids[:1].expand(6, -1), router[:1].expand(6, -1)))[0], want[0])
+
+
+def test_a_broken_promise_is_nan_and_flagged(runtime: MoERuntime, weights) -> None:
+    x, ids, router = _batch(6)
+    good = bits(runtime(x, ids, router)).clone()
+    ids[3, 1] = ids[3, 2]
+    y = runtime(x, ids, router)
+    assert bool(y[3].isnan().all())
+    keep = [0, 1, 2, 4, 5]
+    assert torch.equal(bits(y)[keep], good[keep])
+    torch.cuda.synchronize()
+    with pytest.warns(BrokenPromise):  # noqa: PT031 - the copy that one call starts is read by the next
+        runtime(x, ids, router)
+        torch.cuda.synchronize()
+        runtime(x, ids, router)
+    assert runtime.report().promise_broken
+    runtime.clear_flag()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ids[3, 1] = -1
+        for _ in range(3):
+            runtime(x, ids, router)
+            torch.cuda.synchronize()
+    assert not runtime.report().promise_broken
+
+
+def test_errors_leave_the_runtime_usable(runtime: MoERuntime, weights) -> None:
+    x, ids, router = _batch(6)
+    want = bits(runtime(x, ids, router)).clone()
+    for bad, error in (
+        ((x.float(), ids, router), InvalidInput),
+        ((x.cpu(), ids, router), InvalidInput),
+        ((x, ids[:, :2], router), InvalidInput),
+        ((x.T.contiguous().T, ids, router), InvalidInput),
+        (_batch(17), BatchTooLarge),
+    ):
+        with pytest.raises(error):
+            runtime(*bad)
+        assert torch.equal(bits(runtime(x, ids, router)), want)
+    chunked = MoERuntime(SPEC, weights, buckets=[1, 4], overflow="chunk", path="psum", progress=False)
+    batch = _batch(11)
+    with pytest.raises(InvalidInput, match="out="):
+        chunked(*batch)
+    out = torch.empty_like(batch[0])
+    assert_rows(chunked(*batch, out=out), oracle(*batch, weights), "fp8_block")
+    chunked.close()
+    with pytest.raises(RuntimeClosed):
+        chunked(*batch, out=out)
+
+
+def test_a_masked_tile_that_the_gemm_does_not_keep_is_refused_or_right(weights) -> None:
+    """row_tile=64 is legal only where deep_gemm stores 64-row tiles; otherwise capture must refuse, and the next build works."""
+    for t in (1, 16, 64, 200):
+        try:
+            made = MoERuntime(SPEC, weights, buckets=[t], path=Recipe("masked", row_tile=64), progress=False)
+        except CaptureError:
+            made = MoERuntime(SPEC, weights, buckets=[t], path="masked", progress=False)
+        batch = _batch(t)
+        assert_rows(made(*batch), oracle(*batch, weights), "fp8_block")
+        made.close()
+
+
+def _batch(tokens: int, seed: int = 0):
+    x, router = random_inputs(SPEC, tokens, seed=seed, device="cuda")
+    return x, dict(routings(SPEC, tokens, seed=seed, device="cuda"))["balanced"], router
