@@ -19,6 +19,9 @@ class Timing:
     median_us: float
     spread_us: float
 
+    def __truediv__(self, items: int) -> Timing:
+        return Timing(self.median_us / items, self.spread_us / items)
+
     def __str__(self) -> str:
         return f"{self.median_us:.1f}"
 

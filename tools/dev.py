@@ -93,7 +93,7 @@ def install_cpu_torch(python: Path, *, verbose: bool) -> str:
     """Returns the requirement: on Linux only a version marked `+cpu`, for plain `torch` there is gigabytes of CUDA."""
     wanted = f"torch=={TORCH}+cpu" if platform.system() == "Linux" else f"torch=={TORCH}"
     output = ""
-    for where in ((), ("--index-url", CPU_INDEX, "--timeout", "15", "--retries", "1")):
+    for where in ((), ("--extra-index-url", CPU_INDEX, "--timeout", "15", "--retries", "1")):
         try:
             pip_install(python, wanted, *where, verbose=verbose)
             return wanted

@@ -60,8 +60,11 @@ def dequantize_rows(payload: Tensor, scale: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor) -> Tensor:
-    """The float32 scale of a block whose largest magnitude is `amax`."""
-    return (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    """The float32 scale of a block whose largest magnitude is `amax`.
+
+    Divides by a tensor: on CUDA torch turns a division by a Python number into a product with its reciprocal, one bit off.
+    """
+    return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def to_e4m3(values: Tensor) -> Tensor:

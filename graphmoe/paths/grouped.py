@@ -51,27 +51,7 @@ class GroupedPath:
         return self.layout(spec, tokens, options).rows
 
     def buffers(self, spec: MoESpec, fmt: Format, tokens: int, options: Mapping[str, int]) -> tuple[BufferSpec, ...]:
-        layout = self.layout(spec, tokens, options)
-        h, i = spec.hidden_size, spec.intermediate_size
-
-        def rows(columns: int) -> tuple[int, int, int]:
-            return (layout.segments, layout.segment_rows, columns)
-
-        def scales(columns: int) -> tuple[int, int, int]:
-            return (layout.segments, columns // BLOCK, layout.segment_rows)
-
-        buffers = [
-            BufferSpec("row_of", (tokens, spec.top_k), "int32", Stage.ROUTE, Stage.COMBINE),
-            BufferSpec("groups", (layout.group_entries,), "int32", Stage.ROUTE, Stage.DOWN),
-            BufferSpec("x_rows", rows(h), fmt.activation_dtype, Stage.SCATTER, Stage.UP),
-            BufferSpec("gate_up", rows(2 * i), "bfloat16", Stage.UP, Stage.ACT),
-            BufferSpec("act_rows", rows(i), fmt.activation_dtype, Stage.ACT, Stage.DOWN),
-            BufferSpec("down_rows", rows(h), "bfloat16", Stage.DOWN, Stage.COMBINE),
-        ]
-        if fmt.activation_scales:
-            buffers.append(BufferSpec("x_scales", scales(h), "float32", Stage.SCATTER, Stage.UP))
-            buffers.append(BufferSpec("act_scales", scales(i), "float32", Stage.ACT, Stage.DOWN))
-        return tuple(buffers)
+        return buffers_of(self.layout(spec, tokens, options), spec, fmt, tokens)
 
     def bind(
         self,
@@ -97,6 +77,30 @@ class GroupedPath:
             if stored > tile:
                 return f"a masked GEMM stores tiles of {stored} rows but the recipe says row_tile={tile}; use row_tile={stored}"
         return None
+
+
+def buffers_of(layout: RowLayout, spec: MoESpec, fmt: Format, tokens: int) -> tuple[BufferSpec, ...]:
+    """The scratch buffers of a grouped step over any row layout."""
+    h, i = spec.hidden_size, spec.intermediate_size
+
+    def rows(columns: int) -> tuple[int, int, int]:
+        return (layout.segments, layout.segment_rows, columns)
+
+    def scales(columns: int) -> tuple[int, int, int]:
+        return (layout.segments, columns // BLOCK, layout.segment_rows)
+
+    buffers = [
+        BufferSpec("row_of", (tokens, spec.top_k), "int32", Stage.ROUTE, Stage.COMBINE),
+        BufferSpec("groups", (layout.group_entries,), "int32", Stage.ROUTE, Stage.DOWN),
+        BufferSpec("x_rows", rows(h), fmt.activation_dtype, Stage.SCATTER, Stage.UP),
+        BufferSpec("gate_up", rows(2 * i), "bfloat16", Stage.UP, Stage.ACT),
+        BufferSpec("act_rows", rows(i), fmt.activation_dtype, Stage.ACT, Stage.DOWN),
+        BufferSpec("down_rows", rows(h), "bfloat16", Stage.DOWN, Stage.COMBINE),
+    ]
+    if fmt.activation_scales:
+        buffers.append(BufferSpec("x_scales", scales(h), "float32", Stage.SCATTER, Stage.UP))
+        buffers.append(BufferSpec("act_scales", scales(i), "float32", Stage.ACT, Stage.DOWN))
+    return tuple(buffers)
 
 
 @dataclass(frozen=True)

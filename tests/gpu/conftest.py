@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.cases import CASES, Case
+from tests.gpu.cases import CASES, SMALL_CASES, Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +39,8 @@ def compiled() -> None:
         return "" if done.returncode == 0 else f"{case.name}:\n{done.stderr[-2000:]}"
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        failures = [failure for failure in pool.map(warm, CASES) if failure]
-    print(f"\ncompiled {len(CASES)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
+        failures = [failure for failure in pool.map(warm, (*CASES, *SMALL_CASES)) if failure]
+    print(f"\ncompiled {len(CASES) + len(SMALL_CASES)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
     assert not failures, "\n".join(failures[:2])
 
 

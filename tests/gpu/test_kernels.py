@@ -80,14 +80,13 @@ def test_scatter_and_act_equal_their_twins(name: str, quantised: bool) -> None:
                 mine *= mine_scales.transpose(1, 2).repeat_interleave(BLOCK, 2)
                 twin *= twin_scales.transpose(1, 2).repeat_interleave(BLOCK, 2)
             assert torch.equal(mine.isnan(), twin.isnan())
-            exact = op == "scatter"
+            if op == "scatter":
+                assert torch.equal(mine.nan_to_num(0.5), twin.nan_to_num(0.5)), layout
+                continue
+            # exp differs in its last bits between the two, so a product may fall on the other side of a rounding border: seldom, and by one step.
             step = 2.0**-3 if quantised else 2.0**-7
-            assert bool(((mine - twin).abs() <= (0 if exact else step) * twin.abs() + 1e-37).nan_to_num(1).logical_or(twin.isnan()).all()), (
-                layout,
-                op,
-            )
-            if not exact:
-                assert float(((mine != twin) & ~twin.isnan()).float().mean()) < 0.01
+            assert bool(((mine - twin).abs() <= step * twin.abs()).all()), layout
+            assert float((mine != twin).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "K > E", "duplicates allowed"])

@@ -5,29 +5,30 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
-from graphmoe import MoERuntime, MoESpec, Recipe
+from graphmoe import ExpertWeights, MoERuntime, Recipe
 from graphmoe.errors import BatchTooLarge, BrokenPromise, CaptureError, InvalidInput, RuntimeClosed
 from tests.checks import RECIPES, assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
-
-SPEC = MoESpec(16, 4, 1024, 512, routed_scaling_factor=1.5)
+from tests.gpu.cases import SMALL as SPEC
 
 
 @pytest.fixture(scope="module")
-def weights():
+def weights(compiled: None) -> ExpertWeights:
     return random_weights(SPEC, "fp8_block", device="cuda")
 
 
 @pytest.fixture
-def runtime(weights):
+def runtime(weights: ExpertWeights) -> Iterator[MoERuntime]:
     with MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8, 16], path="psum", progress=False) as made:
         yield made
 
 
-def test_twenty_builds_and_closes_leak_nothing(weights, table: list[str]) -> None:
+def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: list[str]) -> None:
     free = []
     for build in range(22):
         made = MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8, 16, 32], path=RECIPES[build % len(RECIPES)], progress=False)
@@ -54,7 +55,7 @@ def test_calls_allocate_nothing(runtime: MoERuntime) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_changed_batches_streams_and_threads(runtime: MoERuntime, weights) -> None:
+def test_changed_batches_streams_and_threads(runtime: MoERuntime, weights: ExpertWeights) -> None:
     batches = [_batch(t, seed=t) for t in (1, 3, 16, 2, 8, 5, 13, 4)]
     wants = [oracle(*batch, weights) for batch in batches]
     outs = [torch.empty_like(batch[0]) for batch in batches]
@@ -88,7 +89,7 @@ def test_changed_batches_streams_and_threads(runtime: MoERuntime, weights) -> No
     assert not failures, failures[0]
 
 
-def test_our_call_inside_a_users_capture_just_records(runtime: MoERuntime, weights) -> None:
+def test_our_call_inside_a_users_capture_just_records(runtime: MoERuntime, weights: ExpertWeights) -> None:
     x, ids, router = _batch(6)
     out = torch.empty_like(x)
     graph = torch.cuda.CUDAGraph()
@@ -106,7 +107,7 @@ def test_our_call_inside_a_users_capture_just_records(runtime: MoERuntime, weigh
         assert_rows(runtime(x2, ids2, router2), oracle(x2, ids2, router2, weights), "fp8_block")
 
 
-def test_the_last_output_may_be_the_next_input(runtime: MoERuntime, weights) -> None:
+def test_the_last_output_may_be_the_next_input(runtime: MoERuntime, weights: ExpertWeights) -> None:
     x, ids, router = _batch(7)
     y = runtime(x, ids, router)
     first = y.clone()
@@ -124,7 +125,7 @@ def test_ids_of_every_kind_give_the_same_bits(runtime: MoERuntime) -> None:
     assert torch.equal(bits(runtime(one, ids[:1].expand(6, -1), router[:1].expand(6, -1)))[0], want[0])
 
 
-def test_a_broken_promise_is_nan_and_flagged(runtime: MoERuntime, weights) -> None:
+def test_a_broken_promise_is_nan_and_flagged(runtime: MoERuntime, weights: ExpertWeights) -> None:
     x, ids, router = _batch(6)
     good = bits(runtime(x, ids, router)).clone()
     ids[3, 1] = ids[3, 2]
@@ -148,7 +149,7 @@ def test_a_broken_promise_is_nan_and_flagged(runtime: MoERuntime, weights) -> No
     assert not runtime.report().promise_broken
 
 
-def test_errors_leave_the_runtime_usable(runtime: MoERuntime, weights) -> None:
+def test_errors_leave_the_runtime_usable(runtime: MoERuntime, weights: ExpertWeights) -> None:
     x, ids, router = _batch(6)
     want = bits(runtime(x, ids, router)).clone()
     for bad, error in (
@@ -172,7 +173,7 @@ def test_errors_leave_the_runtime_usable(runtime: MoERuntime, weights) -> None:
         chunked(*batch, out=out)
 
 
-def test_a_masked_tile_that_the_gemm_does_not_keep_is_refused_or_right(weights) -> None:
+def test_a_masked_tile_that_the_gemm_does_not_keep_is_refused_or_right(weights: ExpertWeights) -> None:
     """row_tile=64 is legal only where deep_gemm stores 64-row tiles; otherwise capture must refuse, and the next build works."""
     for t in (1, 16, 64, 200):
         try:
@@ -184,6 +185,6 @@ def test_a_masked_tile_that_the_gemm_does_not_keep_is_refused_or_right(weights) 
         made.close()
 
 
-def _batch(tokens: int, seed: int = 0):
+def _batch(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     x, router = random_inputs(SPEC, tokens, seed=seed, device="cuda")
     return x, dict(routings(SPEC, tokens, seed=seed, device="cuda"))["balanced"], router

@@ -1,0 +1,25 @@
+"""The `graphmoe` command: one file a subcommand."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from graphmoe.cli.demo import demo
+from graphmoe.cli.plan import plan
+from graphmoe.errors import GraphMoEError
+
+app = typer.Typer(help="CUDA-graph-first, static-shape execution of Mixture-of-Experts layers.", no_args_is_help=True, add_completion=False)
+app.command()(demo)
+app.command()(plan)
+
+
+def main() -> None:
+    """Run the command line; an error of graphmoe is one line on stderr and exit code 2."""
+    try:
+        app()
+    except GraphMoEError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        sys.exit(2)

@@ -1,0 +1,157 @@
+"""`graphmoe demo`: the main job on this machine, checked against the dense oracle at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from graphmoe import bounds, measure
+from graphmoe.cli.console import make_console
+from graphmoe.cli.toy_model import LAYERS, SPEC, ToyModel, write_checkpoint
+from graphmoe.errors import SpecError
+from graphmoe.planner import BucketPlan
+from graphmoe.reference import ROW_ERROR, moe_layer, row_errors
+from graphmoe.runtime import MoERuntime
+from graphmoe.weights import ExpertWeights
+
+_DEFAULT_TEXT = Path(bounds.__file__)
+_LONGEST = 64
+
+
+@dataclass
+class _Seen:
+    """What the decode loop met in one bucket."""
+
+    steps: int = 0
+    rows_used: int = 0
+    worst_row: float = 0.0
+    last_batch: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+
+
+def demo(
+    text: Annotated[Path, typer.Option(help="a text file; its bytes are cut into sequences of growing length")] = _DEFAULT_TEXT,
+    directory: Annotated[Path, typer.Option("--dir", help="where the small checkpoint is kept")] = Path("~/.cache/graphmoe/demo"),
+    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32",
+    path: Annotated[str, typer.Option(help="auto, masked, compact or psum")] = "auto",
+    device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one")] = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Load a small block-FP8 MoE checkpoint, run a decode loop over a text file through the buckets, and check every step."""
+    console = make_console()
+    say: Callable[[str], None] = lambda line: console.print(line, highlight=False)  # noqa: E731 - one printer, passed on
+    folder = directory.expanduser() / f"e{SPEC.num_experts}-h{SPEC.hidden_size}-i{SPEC.intermediate_size}-l{LAYERS}"
+    say(f"checkpoint {'written to' if write_checkpoint(folder) else 'found in'} {folder}")
+    layers = [ExpertWeights.load(folder, SPEC, layer, device=device) for layer in range(LAYERS)]
+    with MoERuntime(SPEC, layers=layers, buckets=buckets, path=path, device=device) as runtime:
+        sequences = _sequences(text, runtime.plan.ladder.largest)
+        say(f"{len(sequences)} sequences of {min(map(len, sequences))} to {max(map(len, sequences))} bytes from {text}")
+        if runtime.device.type == "cpu":
+            say("no GPU in use: graphs are emulated, the same step runs on the same static buffers with the kernels' torch twins")
+        seen = _decode(runtime, layers, sequences)
+        console.print(_table(runtime, seen))
+        worst = max(one.worst_row for one in seen.values())
+        limit = ROW_ERROR[runtime.plan.fmt]
+        say(f"{sum(one.steps for one in seen.values())} layer steps checked row by row: worst row off by {worst:.4f} of its norm, limit {limit}")
+        if not worst <= limit:
+            say("[bold red]MISMATCH[/]: the runtime and the dense oracle disagree")
+            raise typer.Exit(1)
+        say("every step equals the dense oracle")
+
+
+def _sequences(text: Path, most: int) -> list[bytes]:
+    """Consecutive pieces of the text, each longer than the last, so that they finish at different steps."""
+    try:
+        rest = text.expanduser().read_bytes()
+    except OSError as error:
+        raise SpecError(f"--text {text} cannot be read: {error}") from error
+    lengths = [max(1, _LONGEST * (index + 1) // most) for index in range(most)]
+    ends = [0, *accumulate(lengths)]
+    if len(rest) < ends[-1]:
+        raise SpecError(f"--text {text} has {len(rest)} bytes, {most} sequences need {ends[-1]}; give a longer text or smaller buckets")
+    return [rest[first:last] for first, last in pairwise(ends)]
+
+
+def _decode(runtime: MoERuntime, layers: list[ExpertWeights], sequences: list[bytes]) -> dict[int, _Seen]:
+    """Feed every sequence byte by byte; finished ones leave, so the batch shrinks through the buckets."""
+    device = runtime.device
+    model = ToyModel(device)
+    seen: dict[int, _Seen] = {}
+    memory = torch.zeros(LAYERS, len(sequences), SPEC.hidden_size, device=device)
+    for step in range(max(map(len, sequences))):
+        alive = [index for index, sequence in enumerate(sequences) if step < len(sequence)]
+        rows = torch.tensor(alive, device=device)
+        hidden = model.embedding[torch.tensor([sequences[index][step] for index in alive], device=device)]
+        for layer in range(LAYERS):
+            memory[layer, rows] = 0.7 * memory[layer, rows] + 0.3 * hidden
+            x, ids, weights = model.route(layer, memory[layer, rows] + hidden)
+            y = runtime.layers[layer](x, ids, weights)
+            bucket = runtime.plan.bucket(len(alive))
+            one = seen.setdefault(bucket.tokens, _Seen())
+            one.steps += 1
+            one.rows_used = max(one.rows_used, _rows_used(bucket, ids))
+            one.worst_row = max(one.worst_row, float(row_errors(y, moe_layer(x, ids, weights, layers[layer])).max()))
+            one.last_batch = (x, ids, weights)
+            hidden = hidden + y.float()
+        model.next_bytes(hidden)
+    return seen
+
+
+def _rows_used(bucket: BucketPlan, ids: Tensor) -> int:
+    """Rows of the bucket's layout that a routing occupies, alignment included."""
+    counts = bounds.expert_counts(ids.cpu(), SPEC.num_local_experts)
+    if bucket.recipe.path == "masked":
+        return SPEC.num_local_experts * bounds.round_up(max(counts), bucket.options["row_tile"])
+    return bucket.options["block_e"] * bounds.blocks_used(counts, bucket.options["block_e"])
+
+
+def _table(runtime: MoERuntime, seen: dict[int, _Seen]) -> Table:
+    report = {bucket.tokens: bucket for bucket in runtime.report().buckets}
+    emulated = runtime.device.type == "cpu"
+    table = Table(title=f"{LAYERS} layers, {runtime.plan.fmt}, on {runtime.device}", title_justify="left")
+    columns = (
+        "bucket",
+        "path",
+        "rows bound",
+        "witness",
+        "used",
+        "KiB",
+        "kernels",
+        "step us" if emulated else "graph us",
+        "call us",
+        "steps",
+        "worst row",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "path" else "right")
+    for bucket in runtime.plan.buckets:
+        one = seen.get(bucket.tokens)
+        if one is None or one.last_batch is None:
+            continue
+        align = bucket.options.get("block_e", bucket.tokens)
+        witness = torch.from_numpy(bounds.worst_case_topk_ids(bucket.tokens, SPEC.top_k, SPEC.num_local_experts, align))
+        if bucket.recipe.path == "masked":
+            witness = witness[:, :1] * 0  # one expert receives every token
+        graph, call = _timings(runtime, bucket.tokens, one.last_batch)
+        table.add_row(
+            str(bucket.tokens), str(bucket.recipe), str(bucket.rows), str(_rows_used(bucket, witness)), str(one.rows_used),
+            f"{runtime.plan.bucket_bytes(bucket) / 1024:.0f}", str(report[bucket.tokens].kernels), str(graph), str(call), str(one.steps),
+            f"{one.worst_row:.4f}",
+        )  # fmt: skip
+    return table
+
+
+def _timings(runtime: MoERuntime, bucket: int, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[measure.Timing, measure.Timing]:
+    """Time of a replay and of a whole call, per layer."""
+    call = measure.call_timing(lambda: [layer(*batch) for layer in runtime.layers], device=runtime.device, repeats=3, calls=3)
+    replays: list[Callable[[], object]] = [lambda layer=layer: layer.replay(bucket) for layer in runtime.layers]  # type: ignore[misc]
+    if runtime.device.type == "cpu":
+        graph = measure.call_timing(lambda: [replay() for replay in replays], device=runtime.device, repeats=3, calls=3)
+        return graph / len(replays), call / len(replays)
+    return measure.graph_timing(replays), call / len(replays)

@@ -1,0 +1,124 @@
+"""`graphmoe plan`: rows and bytes of every bucket, proven and counted on any machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from graphmoe import bounds
+from graphmoe.buckets import BucketLadder
+from graphmoe.cli.console import make_console
+from graphmoe.formats import get_format
+from graphmoe.layout import RowLayout
+from graphmoe.paths.grouped import buffers_of
+from graphmoe.planner import Plan, place
+from graphmoe.planner import plan as make_plan
+from graphmoe.recipe import Recipe
+from graphmoe.spec import MoESpec, model_names, named_spec
+
+_COMPARED = {
+    "masked": Recipe("masked"),
+    "compact 64": Recipe("compact", block_e=64),
+    "compact 128": Recipe("compact", block_e=128),
+    "psum 64": Recipe("psum", block_e=64),
+}
+
+
+def plan(
+    model: Annotated[str, typer.Option(help=f"one of: {', '.join(model_names())}")] = "qwen3-30b-a3b",
+    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
+    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
+    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "vllm",
+    fmt: Annotated[str, typer.Option("--format", help="fp8_block or bf16")] = "fp8_block",
+    path: Annotated[str, typer.Option(help="auto, masked, compact or psum")] = "auto",
+    arch: Annotated[str, typer.Option(help="sm90 or cpu")] = "sm90",
+    max_arena_gib: Annotated[float | None, typer.Option(help="refuse a larger arena")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the plan there")] = None,
+) -> None:
+    """Print every bucket's row bounds and arena bytes, per path and beside what serving engines allocate."""
+    spec = named_spec(model).shard(tp=tp, ep=ep)
+    ladder = BucketLadder.of(buckets)
+    limit = None if max_arena_gib is None else int(max_arena_gib * 2**30)
+    made = make_plan(spec, ladder, fmt=fmt, arch=arch, recipes=path, max_arena_bytes=limit)
+    alternatives = {name: make_plan(spec, ladder, fmt=fmt, arch=arch, recipes=recipe) for name, recipe in _COMPARED.items()}
+    console = make_console()
+    console.print(
+        f"{model} tp={tp} ep={ep}: E={spec.num_local_experts} of {spec.num_experts}, K={spec.top_k}, H={spec.hidden_size}, "
+        f"I={spec.intermediate_size}, {fmt}",
+        highlight=False,
+    )
+    console.print(_rows_table(spec, made))
+    console.print(_bytes_table(spec, made, alternatives))
+    for line in _summary(spec, made, alternatives):
+        console.print(line, highlight=False)
+    if json_path is not None:
+        json_path.write_text(json.dumps(made.to_json(), indent=1))
+        console.print(f"plan written to {json_path}")
+
+
+def _rows_table(spec: MoESpec, made: Plan) -> Table:
+    table = Table(title="Row bounds: no routing needs more", title_justify="left")
+    for column in (
+        "bucket",
+        "64 distinct",
+        "64 arbitrary",
+        "128 distinct",
+        "128 arbitrary",
+        "engines, 128",
+        "masked slots",
+        "engines' slots",
+        "chosen",
+    ):
+        table.add_column(column, justify="right")
+    t_k_e = (spec.top_k, spec.num_local_experts)
+    for bucket in made.buckets:
+        t = bucket.tokens
+        rows = [bounds.compact_rows(t, *t_k_e, b, distinct=distinct) for b in (64, 128) for distinct in (True, False)]
+        rows += [bounds.compact_rows_padded_each(t, *t_k_e, 128), bounds.masked_slots(t, spec.top_k, 128), bounds.masked_slots_padded_256(t)]
+        table.add_row(str(t), *map(str, rows), f"{bucket.recipe}: {bucket.rows}")
+    return table
+
+
+def _bytes_table(spec: MoESpec, made: Plan, alternatives: dict[str, Plan]) -> Table:
+    table = Table(title="Arena MiB if the ladder ended at this bucket", title_justify="left")
+    for column in ("bucket", *alternatives, "engines' compact 128", "engines' masked", "chosen"):
+        table.add_column(column, justify="right")
+    for index, bucket in enumerate(made.buckets):
+        ours = [plan.bucket_bytes(plan.buckets[index]) for plan in alternatives.values()]
+        theirs = [_engine_bytes(spec, made, bucket.tokens, kind) for kind in ("compact", "masked")]
+        table.add_row(str(bucket.tokens), *(_mib(nbytes) for nbytes in (*ours, *theirs, made.bucket_bytes(bucket))))
+    return table
+
+
+def _summary(spec: MoESpec, made: Plan, alternatives: dict[str, Plan]) -> list[str]:
+    top = made.buckets[-1]
+    args = (top.tokens, spec.top_k, spec.num_local_experts, 128)
+    distinct, arbitrary = bounds.compact_blocks(*args), bounds.compact_blocks(*args, distinct=False)
+    totals = ", ".join(f"{name} {_mib(plan.arena_bytes)} MiB" for name, plan in alternatives.items())
+    engines = ", ".join(f"{kind} {_mib(_engine_bytes(spec, made, top.tokens, kind))} MiB" for kind in ("compact", "masked"))
+    rules = "; ".join(dict.fromkeys(f"{bucket.recipe} ({bucket.rule})" for bucket in made.buckets))
+    return [
+        f"largest bucket {top.tokens}, block_e 128: {distinct} blocks for distinct experts, {arbitrary} for arbitrary ones",
+        f"arena for the whole ladder: {totals}; with the engines' bounds: {engines}",
+        f"this plan: {_mib(made.arena_bytes)} MiB for {len(made.buckets)} buckets and any number of layers; {rules}",
+        f"fingerprint {made.fingerprint[:16]}",
+    ]
+
+
+def _engine_bytes(spec: MoESpec, made: Plan, tokens: int, kind: str) -> int:
+    """Arena bytes with the engines' looser row bound, under this plan's own sharing of bytes."""
+    e = spec.num_local_experts
+    if kind == "masked":
+        layout = RowLayout("masked", e, 128, e, bounds.masked_slots_padded_256(tokens))
+    else:
+        layout = RowLayout("compact", e, 128, 1, bounds.compact_rows_padded_each(tokens, spec.top_k, e, 128))
+    placed = place(buffers_of(layout, spec, get_format(made.fmt), tokens), made.static_bytes, 0)
+    return max(buffer.offset + buffer.nbytes for buffer in placed)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}"

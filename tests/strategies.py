@@ -1,0 +1,74 @@
+"""The one hypothesis vocabulary of the tests: small specs and routings that meet every edge. A new feature joins here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from graphmoe import MoESpec
+
+NOT_HERE = (-1, -7, "E", "E+1", 2**31 - 1)
+"""Ids that land nowhere; "E" stands for the number of local experts."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A spec, and `ids` int64 `[T, K]` that keep its promises."""
+
+    spec: MoESpec
+    ids: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+
+@st.composite
+def specs(draw: st.DrawFn, *, max_experts: int = 12, max_top_k: int = 6) -> MoESpec:
+    """E not a power of two, K = 1, K = E, K > E (an expert-parallel shard), distinct or not."""
+    experts = draw(st.integers(1, max_experts))
+    distinct = draw(st.booleans())
+    top_k = draw(st.integers(1, max_top_k))
+    others = draw(st.integers(0, 2 * max_experts))
+    if distinct:
+        others = max(others, top_k - experts)
+    offset = draw(st.integers(0, others))
+    return MoESpec(
+        num_experts=experts + others,
+        top_k=top_k,
+        hidden_size=128 * draw(st.integers(1, 2)),
+        intermediate_size=128 * draw(st.integers(1, 2)),
+        num_local_experts=experts,
+        expert_offset=offset,
+        routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+        distinct_topk=distinct,
+    )
+
+
+@st.composite
+def routings(draw: st.DrawFn, *, spec: st.SearchStrategy[MoESpec] | None = None, max_tokens: int = 20) -> Routing:
+    """Random, skewed and one-expert routings with sentinels, from 0 tokens on; duplicates only where the spec allows them."""
+    of = draw(spec if spec is not None else specs())
+    tokens = draw(st.integers(0, max_tokens))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    e, k = of.num_local_experts, of.top_k
+    sharpness = draw(st.sampled_from([0.0, 1.0, 4.0, 50.0]))
+    liking = np.exp(-sharpness * np.arange(e))
+    away = [{"E": e, "E+1": e + 1}.get(str(code), code) for code in NOT_HERE]
+    absent = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    ids = np.empty((tokens, k), dtype=np.int64)
+    for token in range(tokens):
+        if of.distinct_topk:
+            keys = rng.gumbel(size=e) + np.log(liking + 1e-300)
+            row = np.full(k, -1, dtype=np.int64)
+            chosen = np.argsort(-keys)[:k]
+            row[: len(chosen)] = chosen
+            row = rng.permutation(row)
+        else:
+            row = rng.choice(e, size=k, p=liking / liking.sum())
+        gone = (rng.random(k) < absent) | (row < 0)
+        ids[token] = np.where(gone, rng.choice(np.array(away, dtype=np.int64), size=k), row)
+    return Routing(of, ids)
