@@ -5,6 +5,9 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+# Tests run in parallel processes; small tensors gain nothing from threads of their own.
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -72,3 +72,51 @@ def routings(draw: st.DrawFn, *, spec: st.SearchStrategy[MoESpec] | None = None,
         gone = (rng.random(k) < absent) | (row < 0)
         ids[token] = np.where(gone, rng.choice(np.array(away, dtype=np.int64), size=k), row)
     return Routing(of, ids)
+
+
+@st.composite
+def plan_arguments(
+    draw: st.DrawFn,
+    recipes: st.SearchStrategy,
+    *,
+    guard_bytes: st.SearchStrategy[int] | None = None,
+    max_experts: int = 40,
+    max_top_k: int = 10,
+    max_tokens: int = 300,
+    max_dim: int = 1024,
+) -> dict[str, object]:
+    """Arguments of `plan`: any spec, an unsorted ladder, one of `recipes` for all buckets or one each for some of them, guards or none."""
+    fmt, divisor = draw(st.sampled_from([("fp8_block", 128), ("bf16", 64)]))
+    dims = st.integers(1, max_dim // divisor).map(lambda blocks: blocks * divisor)
+    base = draw(specs(max_experts=max_experts, max_top_k=max_top_k))
+    ladder = draw(st.lists(st.integers(1, max_tokens), min_size=1, max_size=5))
+    each = st.dictionaries(st.sampled_from(ladder), recipes)
+    return {
+        "spec": MoESpec(**{**vars(base), "hidden_size": draw(dims), "intermediate_size": draw(dims)}),
+        "ladder": ladder,
+        "fmt": fmt,
+        "arch": draw(st.sampled_from(["sm90", "cpu"])),
+        "recipes": draw(st.one_of(recipes, each)),
+        "guard_bytes": draw(guard_bytes if guard_bytes is not None else st.sampled_from([0, 0, 1, 255, 256, 257, 4096])),
+    }
+
+
+MAGNITUDES = (0.0, 1e-44, 3e-38, 5.3e-36, 1e-20, 1.0, 448.0, 1e30, 3e38)
+"""Largest magnitudes of a quantisation block: zero, a subnormal, two whose 448th part is no normal float32 or just one, and on to the top of float32."""
+
+
+@st.composite
+def blocked_values(draw: st.DrawFn, *, block: tuple[int, int], whole: bool = False) -> np.ndarray:
+    """float32 `[N, K]` whose blocks have magnitudes of their own (`MAGNITUDES`), ragged at the edges unless `whole`, zeros in between."""
+    shape = []
+    for side in block:
+        count = draw(st.integers(1, 3))
+        cut = 0 if whole or side == 1 else draw(st.sampled_from([0, 1, side // 2, side - 1]))
+        shape.append(side * count - cut)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    values = rng.uniform(-1.0, 1.0, shape)
+    values[rng.random(shape) < draw(st.sampled_from([0.0, 0.5, 0.99]))] = 0.0
+    for first_row in range(0, shape[0], block[0]):
+        for first_column in range(0, shape[1], block[1]):
+            values[first_row : first_row + block[0], first_column : first_column + block[1]] *= draw(st.sampled_from(MAGNITUDES))
+    return values.astype(np.float32)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight, quantize_rows
-from graphmoe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from graphmoe.weights import ExpertWeights
 
 
 def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, *, quantise_activations: bool = True) -> Tensor:

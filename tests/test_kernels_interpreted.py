@@ -1,0 +1,152 @@
+"""The Triton kernels through Triton's CPU interpreter against their twins: integers and bf16 copies exactly, `combine` within one bf16 step.
+
+FP8 is left to the GPU tests: the interpreter casts to e4m3 differently.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphmoe import MoESpec, bounds, reference
+from graphmoe.layout import RowLayout
+from tests import strategies
+from tests.checks import bits
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are compiled here; tests/gpu compares them", allow_module_level=True)
+
+from graphmoe import kernels
+
+# An interpreted program costs milliseconds.
+few = settings(max_examples=max(5, settings().max_examples // 6))
+
+
+def layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
+    return [RowLayout.masked(spec, tokens, 64), *(RowLayout.contiguous(kind, spec, tokens, 64) for kind in ("compact", "psum"))]
+
+
+def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:
+    row_of = torch.full(ids.shape, 0x7FFFFFFF, dtype=torch.int32)
+    groups = torch.full((layout.group_entries,), 0x7FFFFFFF, dtype=torch.int32)
+    flags = torch.zeros(1, dtype=torch.int32)
+    ops.route(ids, layout, distinct=spec.distinct_topk, row_of=row_of, groups=groups, flags=flags)  # type: ignore[attr-defined]
+    return row_of, groups, flags
+
+
+@st.composite
+def small_routings(draw: st.DrawFn) -> strategies.Routing:
+    """At most 16 experts and 32 tokens, at least one token."""
+    routing = draw(strategies.routings(spec=strategies.specs(max_experts=16, max_top_k=5), max_tokens=32))
+    ids = routing.ids if routing.tokens else np.full((1, routing.spec.top_k), -1, dtype=np.int64)
+    return strategies.Routing(routing.spec, ids)
+
+
+@few
+@given(routing=small_routings(), broken=st.booleans())
+def test_route_equals_its_twin_exactly(routing: strategies.Routing, broken: bool) -> None:
+    ids = torch.from_numpy(routing.ids).int()
+    if broken:
+        ids[0, -1] = ids[0, 0]
+    for layout in layouts(routing.spec, routing.tokens):
+        for mine, twin in zip(routed(kernels, ids, routing.spec, layout), routed(reference, ids, routing.spec, layout), strict=True):
+            assert torch.equal(mine, twin), layout
+
+
+@few
+@given(routing=small_routings())
+def test_a_route_fills_exactly_the_rows_it_owns(routing: strategies.Routing) -> None:
+    """Rows are distinct, inside the bound, in their expert's segment; every row-map entry is -1 or a live expert."""
+    spec = routing.spec
+    counts = bounds.expert_counts(routing.ids, spec.num_local_experts)
+    for layout in layouts(spec, routing.tokens):
+        row_of, groups, flags = routed(kernels, torch.from_numpy(routing.ids).int(), spec, layout)
+        rows = row_of[row_of >= 0].tolist()
+        assert len(set(rows)) == len(rows) == sum(counts)
+        assert all(row < layout.rows for row in rows)
+        assert int(flags) == 0
+        local = torch.from_numpy(routing.ids)
+        here = (local >= 0) & (local < spec.num_local_experts)
+        assert torch.equal(row_of >= 0, here)
+        if layout.kind == "compact":
+            live = torch.full((layout.rows,), -1, dtype=torch.int32)
+            live[row_of[here].long()] = local[here].int()
+            assert torch.equal(groups, live)
+        elif layout.kind == "masked":
+            assert groups.tolist() == counts
+            assert torch.equal(row_of[here].long() // layout.segment_rows, local[here])
+        else:
+            starts = [end - count for end, count in zip(groups.tolist(), counts, strict=True)]
+            assert all(start % layout.align == 0 for start in starts)
+
+
+@few
+@given(routing=small_routings(), seed=st.integers(0, 1000))
+def test_scatter_and_combine(routing: strategies.Routing, seed: int) -> None:
+    spec, tokens = routing.spec, routing.tokens
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, spec.hidden_size, generator=generator).bfloat16()
+    weights = torch.rand(tokens, spec.top_k, generator=generator)
+    for layout in layouts(spec, tokens):
+        row_of, _, _ = routed(reference, torch.from_numpy(routing.ids), spec, layout)
+        weights[row_of < 0] = torch.nan
+        filled = []
+        for ops in (kernels, reference):
+            rows = torch.full((layout.segments, layout.segment_rows, spec.hidden_size), torch.nan, dtype=torch.bfloat16)
+            ops.scatter(x, row_of, rows=rows, scales=None)
+            filled.append(rows)
+        assert torch.equal(bits(filled[0]), bits(filled[1]))
+        if routing.tokens > 1:
+            row_of[1, 0] = -2
+        outs = []
+        for ops in (kernels, reference):
+            out = torch.full_like(x, 99.0)
+            ops.combine(filled[1], row_of, weights, scale=spec.routed_scaling_factor, out=out)
+            outs.append(out.float())
+        mine, twin = outs
+        assert torch.equal(mine.isnan(), twin.isnan())
+        assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-6)[~twin.isnan()].all())
+
+
+@few
+@given(tokens=st.integers(0, 6), wide=st.booleans(), dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 1000))
+def test_stage_equals_its_twin_exactly(tokens: int, wide: bool, dtype: torch.dtype, seed: int) -> None:
+    """Any strides and addresses; ids that int32 cannot hold do not wrap into live experts; the tail is routed nowhere."""
+    bucket, h, k = 6, 132, 3
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, h + 1, generator=generator).bfloat16()[:, 0 if wide else 1 :][:, :h]
+    ids = torch.randint(-2, 9, (k, tokens), generator=generator, dtype=dtype).T
+    if dtype == torch.int64 and tokens:
+        ids[0, 0], ids[0, 1] = (1 << 32) + 1, 1 - (1 << 32)
+    weights = torch.rand(1, k, generator=generator).expand(tokens, k)
+    results = []
+    for ops in (kernels, reference):
+        buffers = torch.full((bucket, h), 9.0).bfloat16(), torch.full((bucket, k), 9, dtype=torch.int32), torch.full((bucket, k), 9.0)
+        ops.stage(x, ids, weights, x_out=buffers[0], ids_out=buffers[1], weights_out=buffers[2])
+        results.append(buffers)
+    for mine, twin in zip(*results, strict=True):
+        assert torch.equal(mine, twin)
+    assert bool((results[0][1][tokens:] == -1).all())
+    if dtype == torch.int64 and tokens:
+        assert results[0][1][0, :2].tolist() == [-1, -1]
+
+
+def test_act_is_within_one_bf16_step_of_its_twin() -> None:
+    spec = MoESpec(4, 2, 128, 256)
+    layout = RowLayout.contiguous("psum", spec, 5, 64)
+    row_of, _, _ = routed(reference, torch.tensor([[0, 1], [1, 2], [3, -1], [2, 4], [0, 3]]), spec, layout)
+    gate_up = torch.randn(layout.segments, layout.segment_rows, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for ops in (kernels, reference):
+        rows = torch.full((layout.segments, layout.segment_rows, 256), 9.0).bfloat16()
+        ops.act(gate_up, row_of, rows=rows, scales=None)
+        results.append(rows.float())
+    mine, twin = results
+    assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-30).all())

@@ -1,0 +1,684 @@
+"""A plan is byte-exact: nothing alive together shares a byte, every size is recomputed here from shapes, and every remedy works."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import combinations, count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphmoe
+from graphmoe import BucketLadder, MoESpec, Plan, Recipe, bounds, named_spec, plan
+from graphmoe.errors import ArenaTooLarge, PlanError, SchemaMismatch, UnknownRecipe, UnsupportedShape
+from graphmoe.paths import get_path
+from graphmoe.paths.base import BufferSpec, Stage
+from graphmoe.planner import PlacedBuffer, place
+from tests import strategies
+
+GROUPED = ("masked", "compact", "psum")
+RECIPES = [
+    *(Recipe("masked", row_tile=tile) for tile in (64, 128)),
+    *(Recipe(path, block_e=block_e) for path in ("compact", "psum") for block_e in (64, 128)),
+]
+WISHES = st.sampled_from([*RECIPES, *GROUPED, Recipe("masked"), "auto"])
+SMALL = MoESpec(8, 2, 256, 128)
+EP_RANK = MoESpec(64, 8, 2048, 768, num_local_experts=32)
+
+
+def nbytes(buffer: BufferSpec | PlacedBuffer) -> int:
+    return math.prod(buffer.shape) * getattr(torch, buffer.dtype).itemsize
+
+
+def aligned(offset: int) -> int:
+    return math.ceil(offset / 256) * 256
+
+
+def alive_together(a: BufferSpec | PlacedBuffer, b: BufferSpec | PlacedBuffer) -> bool:
+    return any(a.first <= stage <= a.last and b.first <= stage <= b.last for stage in Stage)
+
+
+def share_bytes(a: PlacedBuffer, b: PlacedBuffer, guard_bytes: int = 0) -> bool:
+    return a.offset < b.offset + nbytes(b) + guard_bytes and b.offset < a.offset + nbytes(a) + guard_bytes
+
+
+# --- where every byte lies
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_buffers_that_are_alive_together_share_no_byte(arguments: dict[str, Any]) -> None:
+    made = plan(**arguments)
+    for bucket in made.buckets:
+        for a, b in combinations(bucket.buffers, 2):
+            if made.guard_bytes or alive_together(a, b):
+                assert not share_bytes(a, b, made.guard_bytes), f"bucket {bucket.tokens}: {a} and {b}"
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_static_buffers_share_bytes_with_nothing(arguments: dict[str, Any]) -> None:
+    """Static buffers are placed once, for every bucket: what a bucket of any size puts over them would change the next input."""
+    made = plan(**arguments)
+    for a, b in combinations(made.static, 2):
+        assert not share_bytes(a, b, made.guard_bytes), f"{a} and {b}"
+    for a in made.static:
+        assert aligned(a.offset + nbytes(a) + made.guard_bytes) <= made.static_bytes
+        for bucket in made.buckets:
+            for b in bucket.buffers:
+                assert b.offset >= made.static_bytes
+                assert not share_bytes(a, b, made.guard_bytes), f"bucket {bucket.tokens}: {a} and {b}"
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_static_buffers_hold_the_largest_bucket(arguments: dict[str, Any]) -> None:
+    spec, tokens = arguments["spec"], max(arguments["ladder"])
+    assert {buffer.name: (buffer.shape, buffer.dtype) for buffer in plan(**arguments).static} == {
+        "x": ((tokens, spec.hidden_size), "bfloat16"),
+        "topk_ids": ((tokens, spec.top_k), "int32"),
+        "topk_weights": ((tokens, spec.top_k), "float32"),
+        "y": ((tokens, spec.hidden_size), "bfloat16"),
+        "flags": ((1,), "int32"),
+    }
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_the_arena_ends_where_its_last_buffer_ends(arguments: dict[str, Any]) -> None:
+    """Every size recomputed from shape and dtype; offsets are multiples of 256."""
+    made = plan(**arguments)
+
+    def end(buffers: Iterable[PlacedBuffer]) -> int:
+        return max(aligned(buffer.offset + nbytes(buffer) + made.guard_bytes) for buffer in buffers)
+
+    every = [*made.static, *(buffer for bucket in made.buckets for buffer in bucket.buffers)]
+    assert all(buffer.nbytes == nbytes(buffer) for buffer in every)
+    assert all(buffer.offset % 256 == 0 <= buffer.offset for buffer in every)
+    assert made.static_bytes == end(made.static)
+    assert made.arena_bytes == end(every)
+    assert [made.bucket_bytes(bucket) for bucket in made.buckets] == [end([*made.static, *bucket.buffers]) for bucket in made.buckets]
+
+
+_BUFFER_SPECS = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple),
+        st.sampled_from(["bfloat16", "float32", "float8_e4m3fn", "int32"]),
+        st.tuples(st.sampled_from(Stage), st.sampled_from(Stage)).map(sorted),
+    ),
+    max_size=10,
+).map(lambda drawn: [BufferSpec(f"buffer{n}", shape, dtype, *lifetime) for n, (shape, dtype, lifetime) in enumerate(drawn)])
+
+
+@given(specs=_BUFFER_SPECS, base=st.integers(0, 8).map(lambda lines: 256 * lines), guard_bytes=st.sampled_from([0, 1, 256, 300]))
+def test_first_fit_places_each_buffer_as_low_as_it_can_lie(specs: list[BufferSpec], base: int, guard_bytes: int) -> None:
+    """Overlap (too low) and waste (too high): for buffers of any lifetime, against trying every aligned offset from the base up."""
+    placed = place(specs, base, guard_bytes)
+    assert sorted(buffer.name for buffer in placed) == sorted(spec.name for spec in specs)
+    assert [nbytes(buffer) for buffer in placed] == sorted(map(nbytes, specs), reverse=True)
+    for n, buffer in enumerate(placed):
+        forbidden = [other for other in placed[:n] if guard_bytes or alive_together(buffer, other)]
+        free = (
+            offset
+            for offset in count(base, 256)
+            if not any(share_bytes(PlacedBuffer(**{**vars(buffer), "offset": offset}), other, guard_bytes) for other in forbidden)
+        )
+        assert buffer.offset == next(free)
+
+
+def test_a_realistic_bucket_shares_bytes_between_stages() -> None:
+    made = plan(named_spec("qwen3-30b-a3b"), [256], recipes="psum")
+    buffers = made.buckets[0].buffers
+    together = [sum(nbytes(buffer) for buffer in buffers if buffer.first <= stage <= buffer.last) for stage in Stage]
+    scratch_bytes = made.arena_bytes - made.static_bytes
+    assert any(share_bytes(a, b) for a, b in combinations(buffers, 2))
+    assert max(together) <= scratch_bytes < sum(map(nbytes, buffers))
+
+
+def test_guards_keep_every_buffer_of_a_bucket_apart() -> None:
+    plain, guarded = (plan(named_spec("qwen3-30b-a3b"), [256], recipes="psum", guard_bytes=guard) for guard in (0, 512))
+    buffers = guarded.buckets[0].buffers
+    assert guarded.arena_bytes >= sum(nbytes(buffer) + 512 for buffer in (*guarded.static, *buffers))
+    assert guarded.arena_bytes > plain.arena_bytes
+
+
+def test_bytes_beyond_32_bits_are_exact_python_ints() -> None:
+    """A product that went through int32 or a float: a masked bucket of 200 GiB."""
+    made = plan(named_spec("kimi-k2"), [16_000], recipes=Recipe("masked", row_tile=64))
+    rows = {buffer.name: buffer for buffer in made.buckets[0].buffers}["gate_up"]
+    assert rows.nbytes == 384 * 16_000 * 2 * 2048 * 2
+    assert type(rows.nbytes) is type(made.arena_bytes) is type(made.buckets[0].rows) is int
+    assert made.arena_bytes > rows.nbytes > 1 << 35
+
+
+# --- what a bucket holds
+
+
+def _wanted_buffers(spec: MoESpec, fmt: str, tokens: int, recipe: Recipe) -> tuple[int, dict[str, tuple[tuple[int, ...], str]]]:
+    """Rows, and shape and dtype of every scratch buffer, from the words of `RowLayout`."""
+    [(_, align)] = recipe.options
+    h, i, experts = spec.hidden_size, spec.intermediate_size, spec.num_local_experts
+    if recipe.path == "masked":
+        segments, rows = experts, bounds.masked_slots(tokens, spec.top_k, align, distinct=spec.distinct_topk)
+    else:
+        segments, rows = 1, bounds.compact_rows(tokens, spec.top_k, experts, align, distinct=spec.distinct_topk)
+    activation = {"fp8_block": "float8_e4m3fn", "bf16": "bfloat16"}[fmt]
+    wanted = {
+        "row_of": ((tokens, spec.top_k), "int32"),
+        "groups": ((rows if recipe.path == "compact" else experts,), "int32"),
+        "x_rows": ((segments, rows, h), activation),
+        "gate_up": ((segments, rows, 2 * i), "bfloat16"),
+        "act_rows": ((segments, rows, i), activation),
+        "down_rows": ((segments, rows, h), "bfloat16"),
+    }
+    if fmt == "fp8_block":
+        wanted["x_scales"] = ((segments, h // 128, rows), "float32")
+        wanted["act_scales"] = ((segments, i // 128, rows), "float32")
+    return segments * rows, wanted
+
+
+@given(arguments=strategies.plan_arguments(st.sampled_from(RECIPES)))
+def test_a_bucket_has_the_rows_of_the_bounds_and_the_buffers_of_its_layout(arguments: dict[str, Any]) -> None:
+    made = plan(**arguments)
+    for bucket in made.buckets:
+        rows, wanted = _wanted_buffers(made.spec, made.fmt, bucket.tokens, bucket.recipe)
+        assert bucket.rows == rows
+        assert {buffer.name: (buffer.shape, buffer.dtype) for buffer in bucket.buffers} == wanted
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "bf16"])
+@pytest.mark.parametrize("path", GROUPED)
+def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: str) -> None:
+    """Too short a lifetime lets another buffer overwrite it. The path is bound to names in place of tensors, and its launches are recorded."""
+    bucket = plan(SMALL, [16], fmt=fmt, recipes=path).buckets[0]
+    launches: list[set[str]] = []
+
+    def record(*arguments: object, **named: object) -> None:
+        launches.append({value for value in (*arguments, *named.values()) if isinstance(value, str)})
+
+    ops = SimpleNamespace(route=record, scatter=record, act=record, combine=record)
+    weights = SimpleNamespace(w13="w13", w13_scale_inv=None, w2="w2", w2_scale_inv=None)
+    names = {buffer.name: buffer.name for buffer in (*bucket.buffers,)} | {"flags": "flags"}
+    bound = get_path(path).bind(SMALL, 16, bucket.options, names, weights, ops, record)
+    bound.route("topk_ids")
+    bound.up("x")
+    bound.down()
+    bound.combine("topk_weights", "y")
+
+    assert len(launches) == bound.launches == 6
+    for buffer in bucket.buffers:
+        uses = [Stage.ROUTE + n for n, touched in enumerate(launches) if buffer.name in touched]
+        assert (buffer.first, buffer.last) == (min(uses), max(uses)), buffer.name
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_every_bucket_is_planned_once_in_order_and_found_by_its_batches(arguments: dict[str, Any]) -> None:
+    made = plan(**arguments)
+    assert [bucket.tokens for bucket in made.buckets] == sorted(set(arguments["ladder"]))
+    for tokens in range(made.ladder.largest + 1):
+        assert made.bucket(tokens).tokens == made.ladder.bucket_for(tokens)
+
+
+@pytest.mark.parametrize(
+    ("wish", "recipe"),
+    [
+        ("masked", Recipe("masked", row_tile=128)),
+        ("compact", Recipe("compact", block_e=64)),
+        ("psum", Recipe("psum", block_e=64)),
+        (Recipe("psum"), Recipe("psum", block_e=64)),
+        *((recipe, recipe) for recipe in RECIPES),
+    ],
+    ids=str,
+)
+def test_a_wish_is_planned_with_its_options_filled_in(wish: Recipe | str, recipe: Recipe) -> None:
+    [bucket] = plan(SMALL, [16], recipes=wish).buckets
+    assert bucket.recipe == recipe
+    assert bucket.options == dict(recipe.options)
+    assert bucket.rule == "asked for"
+
+
+def test_a_mapping_gives_each_bucket_its_recipe_and_leaves_the_others_to_auto() -> None:
+    made = plan(SMALL, [1, 2, 4, 8], recipes={2: "masked", 8: Recipe("compact", block_e=128), 4: "auto"})
+    auto = Recipe("psum", block_e=64)
+    assert [bucket.recipe for bucket in made.buckets] == [auto, Recipe("masked", row_tile=128), auto, Recipe("compact", block_e=128)]
+    assert [bucket.rule == "asked for" for bucket in made.buckets] == [False, True, False, True]
+
+
+# --- the rule of auto
+
+
+@pytest.mark.parametrize(
+    ("experts", "local", "path"),
+    [(64, 32, "masked"), (33, 32, "masked"), (2, 1, "masked"), (66, 33, "psum"), (32, 32, "psum"), (8, 8, "psum"), (128, 128, "psum")],
+)
+def test_auto_is_masked_on_an_expert_parallel_rank_of_at_most_32_experts(experts: int, local: int, path: str) -> None:
+    [bucket] = plan(MoESpec(experts, 1, 256, 256, num_local_experts=local), [64]).buckets
+    assert bucket.recipe == (Recipe("masked", row_tile=128) if path == "masked" else Recipe("psum", block_e=64))
+    assert bucket.rule.startswith("auto: ")
+    assert ("expert-parallel" in bucket.rule) == (path == "masked")
+    assert ("psum" in bucket.rule) == (path == "psum")
+
+
+def test_auto_falls_back_to_psum_by_the_byte() -> None:
+    masked_bytes = plan(EP_RANK, [512], recipes="masked").arena_bytes
+    [fits] = plan(EP_RANK, [512], max_arena_bytes=masked_bytes).buckets
+    [falls_back] = plan(EP_RANK, [512], max_arena_bytes=masked_bytes - 1).buckets
+    assert fits.recipe == Recipe("masked", row_tile=128)
+    assert falls_back.recipe == Recipe("psum", block_e=64)
+    assert "exceeds max_arena_bytes" in falls_back.rule
+    assert fits.rule != falls_back.rule
+
+
+def test_auto_decides_per_bucket() -> None:
+    large_bytes = plan(EP_RANK, [8, 512], recipes={8: "psum", 512: "masked"}).arena_bytes
+    small, large = plan(EP_RANK, [8, 512], max_arena_bytes=large_bytes - 1).buckets
+    assert small.recipe == Recipe("masked", row_tile=128)
+    assert large.recipe == Recipe("psum", block_e=64)
+
+
+# --- JSON and fingerprint
+
+
+def _stored(made: Plan) -> dict[str, Any]:
+    return json.loads(json.dumps(made.to_json()))
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_a_plan_survives_json(arguments: dict[str, Any]) -> None:
+    made = plan(**arguments)
+    stored = _stored(made)
+    assert stored == made.to_json(), "to_json is not plain JSON data"
+    loaded = Plan.from_json(stored)
+    assert loaded == made
+    assert loaded.fingerprint == made.fingerprint == stored["fingerprint"]
+    assert loaded.to_json() == stored
+
+
+@given(arguments=strategies.plan_arguments(WISHES))
+def test_equal_arguments_give_equal_plans(arguments: dict[str, Any]) -> None:
+    recipes = arguments["recipes"]
+    again = {
+        **arguments,
+        "ladder": BucketLadder(reversed(arguments["ladder"])),
+        "recipes": dict(reversed(recipes.items())) if isinstance(recipes, Mapping) else recipes,
+    }
+    one, other = plan(**arguments), plan(**again)
+    assert one == other
+    assert one.fingerprint == other.fingerprint
+
+
+_BASE = {"spec": MoESpec(16, 2, 256, 128, num_local_experts=8), "ladder": [4, 8], "fmt": "fp8_block", "arch": "sm90", "recipes": "auto"}
+
+
+def _spec(**changed: Any) -> MoESpec:
+    return MoESpec(**{**vars(_BASE["spec"]), **changed})
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [_spec(routed_scaling_factor=1), _spec(routed_scaling_factor=True), _spec(distinct_topk=1), _spec(gated=1)],
+    ids=["int factor", "bool factor", "int distinct_topk", "int gated"],
+)
+def test_equal_specs_give_equal_fingerprints(equal: Callable[[], MoESpec]) -> None:
+    """1 == 1.0 == True in Python, but JSON writes three different things."""
+    assert equal == _BASE["spec"]
+    assert plan(**{**_BASE, "spec": equal}).fingerprint == plan(**_BASE).fingerprint
+
+
+CHANGES = [
+    {},
+    {"spec": _spec(num_experts=17)},
+    {"spec": _spec(top_k=3)},
+    {"spec": _spec(hidden_size=384)},
+    {"spec": _spec(intermediate_size=256)},
+    {"spec": _spec(num_local_experts=4)},
+    {"spec": _spec(expert_offset=8)},
+    {"spec": _spec(routed_scaling_factor=2.5)},
+    {"spec": _spec(distinct_topk=False)},
+    {"ladder": [4, 9]},
+    {"ladder": [8]},
+    {"ladder": BucketLadder([4, 8], "chunk")},
+    {"fmt": "bf16"},
+    {"arch": "cpu"},
+    {"recipes": "masked"},
+    {"recipes": "psum"},
+    {"recipes": "compact"},
+    {"recipes": Recipe("psum", block_e=128)},
+    {"recipes": {4: "psum"}},
+    {"recipes": {8: "psum"}},
+    {"guard_bytes": 1},
+    {"guard_bytes": 256},
+    {"max_arena_bytes": plan(**{**_BASE, "recipes": "masked"}).arena_bytes - 1},  # auto falls back
+]
+
+
+def test_any_changed_argument_changes_the_fingerprint() -> None:
+    """All pairs: `auto` that chooses masked is told from masked that was asked for by its rule."""
+    fingerprints = [plan(**{**_BASE, **change}).fingerprint for change in CHANGES]
+    same = [(a, b) for a, b in combinations(range(len(CHANGES)), 2) if fingerprints[a] == fingerprints[b]]
+    assert not same, [(CHANGES[a], CHANGES[b]) for a, b in same]
+
+
+def test_a_limit_that_changes_no_choice_is_not_part_of_a_plan() -> None:
+    made = plan(**_BASE)
+    assert plan(**_BASE, max_arena_bytes=made.arena_bytes).fingerprint == made.fingerprint
+
+
+STORED = _stored(plan(MoESpec(16, 2, 256, 128, num_local_experts=8), [4, 8], recipes={4: "compact"}))
+
+
+@pytest.mark.parametrize("schema", ["graphmoe.plan/0", "graphmoe.plan/2", "", None, 1])
+def test_a_plan_of_another_schema_is_refused_by_name(schema: object) -> None:
+    with pytest.raises(SchemaMismatch, match=re.escape(repr(schema))):
+        Plan.from_json({**STORED, "schema": schema})
+
+
+def test_a_file_that_is_no_plan_is_refused() -> None:
+    with pytest.raises(SchemaMismatch, match="None"):
+        Plan.from_json({})
+
+
+def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Every value of nested JSON data with its path, containers included."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key), value
+        yield from _places(value, (*path, key))
+
+
+PLACES = [(path, value) for path, value in _places(STORED) if path != ("schema",)]
+
+
+def _parent(data: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path[:-1]:
+        data = data[key]
+    return data
+
+
+@pytest.mark.parametrize("path", [path for path, _ in PLACES if isinstance(path[-1], str)], ids=lambda path: ".".join(map(str, path)))
+def test_a_plan_without_one_of_its_fields_is_refused(path: tuple[str | int, ...]) -> None:
+    """Also a field that has a default, or that could be computed: the file is not what was written."""
+    cut = copy.deepcopy(STORED)
+    del _parent(cut, path)[path[-1]]
+    with pytest.raises(PlanError):
+        Plan.from_json(cut)
+
+
+_OTHER_KINDS: list[Any] = [None, -1, 0, 3, 1.5, "", "psum", True, [], ["stage"], {}, {"block_e": 7}]
+
+
+@st.composite
+def _edits(draw: st.DrawFn) -> tuple[tuple[str | int, ...], Any]:
+    """One value of the file, and what somebody put in its place: a near miss or something of another kind."""
+    path, value = draw(st.sampled_from(PLACES))
+    near: list[Any] = []
+    if isinstance(value, bool):
+        near = [not value]
+    elif isinstance(value, (int, float)):
+        near = [value + 1, value - 1, value * 2 + 256, -value - 1]
+    elif isinstance(value, str):
+        near = [value + "x", value.upper(), value[:-1]]
+    elif isinstance(value, list):
+        near = [value[:-1], value * 2]
+    return path, draw(st.sampled_from([other for other in near + _OTHER_KINDS if other != value]))
+
+
+@settings(max_examples=300)
+@given(edit=_edits())
+def test_an_edited_plan_is_refused(edit: tuple[tuple[str | int, ...], Any]) -> None:
+    """As PlanError, whatever the edit broke: a value that no layer can have, a dtype or stage that does not exist, a byte count."""
+    path, value = edit
+    edited = copy.deepcopy(STORED)
+    _parent(edited, path)[path[-1]] = value
+    with pytest.raises(PlanError):
+        Plan.from_json(edited)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "top_k"), 0),
+        (("spec", "top_k"), 3),
+        (("spec", "activation"), "gelu"),
+        (("ladder", "sizes"), []),
+        (("ladder", "overflow"), "wait"),
+        (("static", 0, "dtype"), "int7"),
+        (("static", 0, "shape"), 4),
+        (("static", 0, "shape", 0), None),
+        (("static", 0, "nbytes"), 1),
+        (("static", 0, "lifetime"), ["stage"]),
+        (("static", 0, "lifetime", 0), 3),
+        (("buckets", 0, "recipe", "path"), "psum"),
+        (("buckets", 1, "buffers", 2, "offset"), 0),
+        (("arena_bytes",), 1),
+        (("fingerprint",), "0" * 64),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else repr(value)[:8],
+)
+def test_these_edits_are_refused(path: tuple[str | int, ...], value: object) -> None:
+    """The kinds of edit that the test above meets only now and then."""
+    edited = copy.deepcopy(STORED)
+    _parent(edited, path)[path[-1]] = value
+    with pytest.raises(PlanError):
+        Plan.from_json(edited)
+
+
+def test_a_field_that_no_plan_has_is_refused() -> None:
+    with pytest.raises(PlanError):
+        Plan.from_json({**STORED, "comment": "tuned by hand"})
+
+
+# --- refusals
+
+
+_REMEDY = re.compile(
+    r"pass path='(?P<path>\w+)'|drop buckets above (?P<above>\d+)|max_arena_bytes must be at least (?P<need>[\d.]+)(?: (?P<unit>\w+))?"
+)
+_UNIT_BYTES = {"GiB": 2**30, "MiB": 2**20, "bytes": 1, None: 1}
+
+
+def _follow_every_remedy(arguments: dict[str, Any], limit: int, message: str) -> None:
+    """Do what the message says, each remedy by itself: a plan must come out."""
+    remedies = list(_REMEDY.finditer(message))
+    assert remedies, f"no remedy in: {message}"
+    for remedy in remedies:
+        changed = {**arguments, "max_arena_bytes": limit}
+        if remedy["path"]:
+            changed["recipes"] = remedy["path"]
+        elif remedy["above"]:
+            sizes = sorted(set(arguments["ladder"]))
+            kept = [size for size in sizes if size <= int(remedy["above"])]
+            assert 0 < len(kept) < len(sizes), f"{remedy[0]!r} drops {len(sizes) - len(kept)} of {sizes}: {message}"
+            changed["ladder"] = kept
+            if isinstance(arguments["recipes"], Mapping):
+                changed["recipes"] = {tokens: wish for tokens, wish in arguments["recipes"].items() if tokens in kept}
+        else:
+            changed["max_arena_bytes"] = int(float(remedy["need"]) * _UNIT_BYTES[remedy["unit"]])
+        try:
+            made = plan(**changed)
+        except ArenaTooLarge as error:
+            pytest.fail(f"{remedy[0]!r} does not help: {error}; advised by: {message}")
+        assert made.arena_bytes <= changed["max_arena_bytes"]
+
+
+@given(arguments=strategies.plan_arguments(WISHES), share=st.floats(0.0, 1.0, exclude_max=True))
+def test_a_plan_that_does_not_fit_is_refused_with_a_remedy_that_works(arguments: dict[str, Any], share: float) -> None:
+    unlimited = plan(**arguments)
+    limit = int(unlimited.arena_bytes * share)
+    try:
+        made = plan(**arguments, max_arena_bytes=limit)
+    except ArenaTooLarge as error:
+        assert re.search(r"^bucket \d+ needs [\d.]+ [GM]iB in path '\w+' but max_arena_bytes is [\d.]+ [GM]iB; ", str(error))
+        assert int(re.search(r"bucket (\d+)", str(error))[1]) in unlimited.ladder.sizes
+        _follow_every_remedy(arguments, limit, str(error))
+    else:
+        assert made.arena_bytes <= limit, "a plan over the limit was handed out"
+
+
+def test_the_limit_is_exact() -> None:
+    made = plan(SMALL, [4, 64], recipes="psum")
+    assert plan(SMALL, [4, 64], recipes="psum", max_arena_bytes=made.arena_bytes) == made
+    with pytest.raises(ArenaTooLarge, match="bucket 64 needs"):
+        plan(SMALL, [4, 64], recipes="psum", max_arena_bytes=made.arena_bytes - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "share"),
+    [
+        # masked is refused, psum fits
+        ({"spec": EP_RANK, "ladder": [8, 512], "recipes": "masked"}, 0.5),
+        # no path fits the largest bucket, smaller buckets do
+        ({"spec": named_spec("qwen3-30b-a3b"), "ladder": [1, 64, 4096], "recipes": "psum"}, 0.5),
+        # another path needs less, but not enough
+        ({"spec": named_spec("qwen3-30b-a3b"), "ladder": [1], "recipes": "masked"}, 0.01),
+        # the smaller bucket is the one that does not fit
+        ({"spec": named_spec("qwen3-30b-a3b"), "ladder": [8, 16], "recipes": {8: "masked", 16: "psum"}}, 0.75),
+        # nothing fits: the number must not be rounded down
+        ({"spec": SMALL, "ladder": [1], "recipes": "psum"}, 0.0),
+        ({"spec": named_spec("deepseek-v3"), "ladder": [512], "recipes": "psum"}, 0.01),
+    ],
+    ids=["other path", "fewer buckets", "other path not enough", "small bucket is larger", "MiB", "GiB"],
+)
+def test_these_remedies_work(arguments: dict[str, Any], share: float) -> None:
+    limit = int(plan(**arguments).arena_bytes * share)
+    with pytest.raises(ArenaTooLarge) as refused:
+        plan(**arguments, max_arena_bytes=limit)
+    _follow_every_remedy(arguments, limit, str(refused.value))
+
+
+def test_a_path_that_cannot_hold_the_bucket_is_no_remedy_and_no_error() -> None:
+    """Masked would need 2**31 rows, which it cannot index; that is nothing to the caller, who asked for psum."""
+    with pytest.raises(ArenaTooLarge, match="bucket 8388608 needs"):
+        plan(MoESpec(256, 1, 128, 128), [1 << 23], recipes="psum", max_arena_bytes=1 << 30)
+
+
+def test_auto_does_not_choose_a_path_that_cannot_hold_the_bucket() -> None:
+    [bucket] = plan(MoESpec(64, 1, 128, 128, num_local_experts=32), [1 << 26], max_arena_bytes=1 << 40).buckets
+    assert bucket.recipe == Recipe("psum", block_e=64)
+
+
+def test_rows_that_int32_cannot_index_are_refused_by_number() -> None:
+    with pytest.raises(UnsupportedShape, match=rf"bucket {1 << 23} needs {1 << 31} rows in path 'masked'"):
+        plan(MoESpec(256, 1, 128, 128), [1 << 23], recipes="masked")
+    assert plan(MoESpec(255, 1, 128, 128), [1 << 23], recipes="masked").buckets[0].rows == 255 << 23
+
+
+@pytest.mark.parametrize(
+    ("recipes", "names"),
+    [
+        ("mega", r"'mega'.*masked, compact, psum"),
+        ({8: "mega"}, r"'mega'"),
+        (Recipe("psum", row_tile=64), r"'psum' has no option row_tile.*block_e"),
+        (Recipe("masked", block_e=64), r"'masked' has no option block_e.*row_tile"),
+        (Recipe("compact", block_e=96), r"'compact' takes block_e in \(64, 128\), not 96"),
+        (Recipe("masked", row_tile=256), r"'masked' takes row_tile in \(128, 64\), not 256"),
+        (Recipe("psum", block_e=0), r"not 0"),
+        ({6: "psum"}, r"\[6\].*\[4, 8\]"),
+        ({4: "psum", 6: "psum", 9: "auto"}, r"\[6, 9\].*\[4, 8\]"),
+        ({"4": "psum"}, r"'4'.*\[4, 8\]"),
+        ({"4": "psum", 6: "psum"}, r"\[4, 8\]"),
+    ],
+    ids=str,
+)
+def test_recipes_that_nobody_registered_are_refused_by_name(recipes: Any, names: str) -> None:
+    with pytest.raises(UnknownRecipe, match=names):
+        plan(SMALL, [4, 8], recipes=recipes)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "64", None], ids=repr)
+def test_options_of_a_recipe_are_ints(value: object) -> None:
+    with pytest.raises(UnknownRecipe, match=re.escape(f"block_e={value!r}")):
+        Recipe("psum", block_e=value)
+
+
+@pytest.mark.parametrize(("fmt", "divisor"), [("fp8_block", 128), ("bf16", 64)])
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
+@given(value=st.integers(1, 1 << 20))
+def test_sizes_that_a_format_cannot_store_are_refused_by_number(fmt: str, divisor: int, name: str, value: int) -> None:
+    """Every multiple of the divisor is taken, nothing else is."""
+    spec = MoESpec(**{**vars(SMALL), name: value})
+    if value % divisor == 0:
+        assert plan(spec, [1], fmt=fmt).fmt == fmt
+        return
+    with pytest.raises(UnsupportedShape, match=rf"{name}={value} is not a multiple of {divisor}\b.*'{fmt}'"):
+        plan(spec, [1], fmt=fmt)
+
+
+@pytest.mark.parametrize(("fmt", "divisor"), [("fp8_block", 128), ("bf16", 64)])
+@pytest.mark.parametrize("intermediate_size", [32, 100, 192, 704, 1000])
+def test_the_remedy_for_such_a_size_works(fmt: str, divisor: int, intermediate_size: int) -> None:
+    if intermediate_size % divisor == 0:
+        pytest.skip("the format takes it")
+    with pytest.raises(UnsupportedShape) as refused:
+        plan(MoESpec(8, 2, 256, intermediate_size), [1], fmt=fmt)
+    message = str(refused.value)
+    for below in re.findall(r"nearest below: (\d+)", message):
+        assert plan(MoESpec(8, 2, 256, int(below)), [1], fmt=fmt)
+    if "fmt='bf16'" in message:
+        assert plan(MoESpec(8, 2, 256, intermediate_size), [1], fmt="bf16"), message
+
+
+@pytest.mark.parametrize(("arch", "gemm"), [("sm90", "deep_gemm"), ("cpu", "torch")])
+def test_each_arch_has_its_gemm(arch: str, gemm: str) -> None:
+    made = plan(SMALL, [1], arch=arch)
+    assert (made.arch, made.gemm) == (arch, gemm)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ({"fmt": "int4"}, r"'int4'.*fp8_block, bf16"),
+        ({"arch": "sm70"}, r"'sm70'.*sm90, cpu"),
+        ({"guard_bytes": -1}, r"guard_bytes=-1"),
+        ({"guard_bytes": 1.5}, r"guard_bytes=1.5"),
+        ({"guard_bytes": None}, r"guard_bytes=None"),
+    ],
+    ids=str,
+)
+def test_arguments_that_no_plan_can_have_are_refused_by_name(wrong: dict[str, Any], names: str) -> None:
+    with pytest.raises(PlanError, match=names):
+        plan(SMALL, [1], **wrong)
+
+
+# --- purity
+
+
+_PURE = ("errors", "spec", "bounds", "buckets", "recipe", "layout", "formats", "paths", "planner")
+
+_WITHOUT_TORCH = f"""
+import importlib, sys, types
+sys.modules.update(torch=None, triton=None)  # importing them raises
+package = types.ModuleType("graphmoe")
+package.__path__ = [sys.argv[1]]             # the package without its __init__, which needs torch for the runtime
+sys.modules["graphmoe"] = package
+for name in {_PURE!r}:
+    importlib.import_module("graphmoe." + name)
+from graphmoe.planner import plan
+from graphmoe.recipe import Recipe
+from graphmoe.spec import named_spec
+for fmt in ("fp8_block", "bf16"):
+    print(plan(named_spec("qwen3-30b-a3b").shard(ep=8, ep_rank=3), "vllm", fmt=fmt, recipes={{8: Recipe("compact", block_e=64)}}).fingerprint)
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_a_plan_needs_no_torch_and_is_the_same_in_every_process(hash_seed: str) -> None:
+    """An import of torch by the pure half, or an order of a set or dict that reaches the plan."""
+    run = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, str(Path(graphmoe.__file__).parent)],
+        env={"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    spec = named_spec("qwen3-30b-a3b").shard(ep=8, ep_rank=3)
+    here = [plan(spec, "vllm", fmt=fmt, recipes={8: Recipe("compact", block_e=64)}).fingerprint for fmt in ("fp8_block", "bf16")]
+    assert run.stdout.split() == here

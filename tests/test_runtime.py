@@ -1,0 +1,348 @@
+"""The runtime's contracts on the CPU: staging, views, buckets, chunks, errors that leave it usable, threads, report, close."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe import BucketLadder, ExpertWeights, MoERuntime, MoESpec, Recipe
+from graphmoe.errors import (
+    ArenaTooLarge,
+    BatchTooLarge,
+    BrokenPromise,
+    CallError,
+    GraphMoEError,
+    InvalidInput,
+    MissingBackend,
+    RuntimeClosed,
+    UnknownRecipe,
+    UnsupportedShape,
+    WeightsMismatch,
+)
+from tests.checks import assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
+
+SPEC = MoESpec(6, 3, 256, 128, routed_scaling_factor=1.5)
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def weights() -> ExpertWeights:
+    return random_weights(SPEC, "fp8_block")
+
+
+@pytest.fixture
+def runtime(weights: ExpertWeights) -> Iterator[MoERuntime]:
+    with MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8], device="cpu", path="psum") as made:
+        yield made
+
+
+def batch(tokens: int, seed: int = 0, spec: MoESpec = SPEC) -> Batch:
+    x, router = random_inputs(spec, tokens, seed=seed)
+    return x, dict(routings(spec, tokens, seed=seed))["balanced"], router
+
+
+def test_a_decode_loop_with_changing_batches(runtime: MoERuntime, weights: ExpertWeights) -> None:
+    for step, tokens in enumerate((8, 7, 7, 3, 0, 1, 5, 2, 8)):
+        x, ids, router = batch(tokens, seed=step)
+        poison(runtime, -1)
+        assert_rows(runtime(x, ids, router), oracle(x, ids, router, weights), "fp8_block")
+
+
+def test_the_output_is_a_view_that_out_copies(runtime: MoERuntime) -> None:
+    first, second = batch(4, seed=1), batch(4, seed=2)
+    y = runtime(*first)
+    kept = torch.full_like(first[0], 9.0)
+    assert runtime(*first, out=kept) is kept
+    assert torch.equal(bits(y), bits(kept))
+    again = runtime(*second)
+    assert again.data_ptr() == y.data_ptr()
+    assert not torch.equal(bits(kept), bits(again))
+
+
+def test_static_inputs_and_output_lie_at_one_place_in_every_bucket(runtime: MoERuntime) -> None:
+    for name in ("x", "topk_ids", "topk_weights"):
+        assert len({getattr(runtime.inputs(t), name).data_ptr() for t in (1, 2, 4, 8)}) == 1
+    assert len({runtime.replay(t).data_ptr() for t in (1, 2, 4, 8)}) == 1
+
+
+def test_the_last_output_may_be_the_next_input(runtime: MoERuntime, weights: ExpertWeights) -> None:
+    x, ids, router = batch(5)
+    y = runtime(x, ids, router)
+    kept = y.clone()
+    assert_rows(runtime(y, ids, router), oracle(kept, ids, router, weights), "fp8_block")
+
+
+def test_lent_inputs_and_replay_equal_a_call(runtime: MoERuntime) -> None:
+    x, ids, router = batch(4)
+    want = bits(runtime(x, ids, router)).clone()
+    inputs = runtime.inputs(4)
+    inputs.x.copy_(x)
+    inputs.topk_ids.copy_(ids)
+    inputs.topk_weights.copy_(router)
+    poison(runtime, -1)
+    assert torch.equal(bits(runtime.replay(4)), want)
+    with pytest.raises(InvalidInput, match=r"3 is not a bucket.*\[1, 2, 4, 8\]"):
+        runtime.inputs(3)
+    with pytest.raises(InvalidInput, match="not a bucket"):
+        runtime.replay(16)
+
+
+def test_a_replay_before_any_input_is_written_touches_no_expert(weights: ExpertWeights) -> None:
+    with MoERuntime(SPEC, weights, buckets=[4], device="cpu") as fresh:
+        assert bool((fresh.replay(4) == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_every_kind_give_the_same_bits(runtime: MoERuntime, dtype: torch.dtype) -> None:
+    x, ids, router = batch(6)
+    want = bits(runtime(x, ids, router)).clone()
+    ids = ids.to(dtype)
+    strided = torch.full((6, 6), 99, dtype=dtype)[:, ::2]
+    for other in (ids, ids.T.contiguous().T, strided.copy_(ids)):
+        assert torch.equal(bits(runtime(x, other, router)), want)
+    shifted = torch.zeros(6, SPEC.hidden_size + 3, dtype=torch.bfloat16)[:, 3:].copy_(x)
+    assert torch.equal(bits(runtime(shifted, ids, router.T.contiguous().T)), want)
+    expanded = bits(runtime(x[:1].expand(6, -1), ids[:1].expand(6, -1), router[:1].expand(6, -1)))
+    assert torch.equal(expanded, want[:1].expand(6, -1))
+
+
+def test_an_id_beyond_int32_is_a_sentinel_not_an_expert(runtime: MoERuntime, weights: ExpertWeights) -> None:
+    x, ids, router = batch(4)
+    far, away = ids.clone(), ids.clone()
+    far[:, 0] = ids[:, 0] + (1 << 32)
+    away[:, 0] = -1
+    want = bits(runtime(x, away, router)).clone()
+    assert torch.equal(bits(runtime(x, far, router)), want)
+
+
+def test_a_token_has_the_same_bits_in_one_bucket_whatever_its_company(runtime: MoERuntime) -> None:
+    x, ids, router = batch(8)
+    want = bits(runtime(x, ids, router)).clone()
+    for seed in range(1, 4):
+        x2, ids2, router2 = batch(8, seed=seed)
+        x2[:3], ids2[:3], router2[:3] = x[:3], ids[:3], router[:3]
+        assert torch.equal(bits(runtime(x2, ids2, router2))[:3], want[:3])
+    assert torch.equal(bits(runtime(x, ids, router)), want)
+
+
+def test_several_layers_share_one_arena(weights: ExpertWeights) -> None:
+    other = random_weights(SPEC, "fp8_block", seed=1)
+    with MoERuntime(SPEC, layers=[weights, other], buckets=[1, 4], device="cpu") as both, MoERuntime(SPEC, weights, buckets=[1, 4]) as one:
+        assert both.report().arena_bytes == one.report().arena_bytes == both.plan.arena_bytes
+        data = batch(3)
+        for index, mine in enumerate((weights, other)):
+            assert_rows(both.layers[index](*data), oracle(*data, mine), "fp8_block")
+        with pytest.raises(CallError, match=r"rt\.layers\[i\]"):
+            both(*data)
+        with pytest.raises(CallError, match=r"rt\.layers\[i\]"):
+            both.replay(1)
+        both.layers[1](*data)
+        assert_rows(both.layers[0].replay(4)[:3], oracle(*data, weights), "fp8_block")
+
+
+def test_in_place_updates_of_weights_show_in_the_next_call(weights: ExpertWeights) -> None:
+    mine, other = random_weights(SPEC, "fp8_block"), random_weights(SPEC, "fp8_block", seed=9)
+    data = batch(4)
+    with MoERuntime(SPEC, mine, buckets=[4], device="cpu") as made:
+        made(*data)
+        for name, tensor in mine.tensors().items():
+            tensor.copy_(other.tensors()[name])
+        assert_rows(made(*data), oracle(*data, other), "fp8_block")
+
+
+def test_chunks_of_the_largest_bucket(weights: ExpertWeights) -> None:
+    with MoERuntime(SPEC, weights, buckets=[1, 4], overflow="chunk", device="cpu") as chunked:
+        data = batch(11)
+        with pytest.raises(InvalidInput, match=r"11 tokens run in 3 chunks.*out="):
+            chunked(*data)
+        out = torch.full_like(data[0], torch.nan)
+        assert chunked(*data, out=out) is out
+        assert_rows(out, oracle(*data, weights), "fp8_block")
+        want = bits(out).clone()
+        x = data[0].clone()
+        chunked(x, *data[1:], out=x)
+        assert torch.equal(bits(x), want)
+        memory = torch.zeros(12, SPEC.hidden_size, dtype=torch.bfloat16)
+        memory[:11] = data[0]
+        with pytest.raises(InvalidInput, match="overlaps"):
+            chunked(memory[:11], *data[1:], out=memory[1:])
+        assert_rows(chunked(*batch(3)), oracle(*batch(3), weights), "fp8_block")
+    ladder = BucketLadder([2], overflow="chunk")
+    with MoERuntime(SPEC, weights, buckets=ladder, device="cpu") as kept:
+        assert kept.plan.ladder.overflow == "chunk"
+
+
+def test_errors_name_numbers_and_leave_the_runtime_usable(runtime: MoERuntime) -> None:
+    x, ids, router = batch(6)
+    want = bits(runtime(x, ids, router)).clone()
+    nine = batch(9)
+    cases: list[tuple[tuple, dict, type[GraphMoEError], str]] = [
+        ((x[0], ids, router), {}, InvalidInput, r"\[t, 256\]"),
+        ((x[:, :128], ids, router), {}, InvalidInput, r"\(6, 128\).*256"),
+        ((x.float(), ids, router), {}, InvalidInput, "bfloat16"),
+        ((x.T.contiguous().T, ids, router), {}, InvalidInput, "contiguous"),
+        ((x, ids[:5], router), {}, InvalidInput, r"topk_ids is \(5, 3\), expected \(6, 3\)"),
+        ((x, ids[:, :2], router), {}, InvalidInput, r"\(6, 2\)"),
+        ((x, ids.float(), router), {}, InvalidInput, "int32 or torch.int64"),
+        ((x, ids, router.bfloat16()), {}, InvalidInput, "float32"),
+        ((x, ids, router[:, :1]), {}, InvalidInput, "topk_weights"),
+        ((x.to("meta"), ids, router), {}, InvalidInput, "meta"),
+        ((x, ids, router), {"out": torch.empty(5, 256, dtype=torch.bfloat16)}, InvalidInput, "out"),
+        ((x, ids, router), {"out": torch.empty(6, 256)}, InvalidInput, "out"),
+        (nine, {}, BatchTooLarge, "9 tokens exceed the largest bucket 8"),
+    ]
+    for arguments, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            runtime(*arguments, **options)
+        assert torch.equal(bits(runtime(x, ids, router)), want)
+
+
+def test_what_cannot_be_built_says_why(weights: ExpertWeights) -> None:
+    def build(spec: MoESpec = SPEC, given: ExpertWeights | None = weights, **options: object) -> MoERuntime:
+        return MoERuntime(spec, given, **({"buckets": [1, 8], "device": "cpu"} | options))  # type: ignore[arg-type]
+
+    with pytest.raises(WeightsMismatch, match="hidden_size=256"):
+        build(MoESpec(6, 3, 128, 128))
+    with pytest.raises(WeightsMismatch, match="not both"):
+        build(layers=[weights])
+    with pytest.raises(WeightsMismatch, match="neither"):
+        build(given=None)
+    with pytest.raises(WeightsMismatch, match="no layer"):
+        build(given=None, layers=[])
+    with pytest.raises(WeightsMismatch, match="share a format"):
+        build(given=None, layers=[weights, random_weights(SPEC, "bf16")])
+    with pytest.raises(ArenaTooLarge, match="max_arena_bytes"):
+        build(max_arena_bytes=1000)
+    with pytest.raises(UnknownRecipe, match="known: masked, compact, psum"):
+        build(path="nowhere")
+    with pytest.raises(UnknownRecipe, match=r"block_e in \(64, 128\), not 96"):
+        build(path=Recipe("compact", block_e=96))
+    with pytest.raises(UnsupportedShape, match="intermediate_size=96"):
+        random_weights(MoESpec(6, 3, 256, 96), "fp8_block")
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidInput, match="no CUDA device"):
+            build(device="cuda")
+    with pytest.raises(InvalidInput, match="meta"):
+        build(device="meta")
+
+
+def test_a_recipe_a_bucket(weights: ExpertWeights) -> None:
+    recipes = {1: Recipe("compact", block_e=64), 4: Recipe("masked", row_tile=64)}
+    with MoERuntime(SPEC, weights, buckets=[1, 4, 8], path=recipes, device="cpu") as mixed:
+        assert [bucket.recipe for bucket in mixed.plan.buckets] == [*recipes.values(), Recipe("psum", block_e=64)]
+        for tokens in (1, 3, 8):
+            data = batch(tokens)
+            assert_rows(mixed(*data), oracle(*data, weights), "fp8_block")
+
+
+def test_close_is_final_and_harmless_twice(weights: ExpertWeights) -> None:
+    made = MoERuntime(SPEC, weights, buckets=[1, 4], device="cpu")
+    made(*batch(2))
+    made.close()
+    made.close()
+    for use in (lambda: made(*batch(2)), lambda: made.replay(1), lambda: made.inputs(1), made.report, made.clear_flag):
+        with pytest.raises(RuntimeClosed, match="closed"):
+            use()
+
+
+def test_the_flag_warns_once_and_can_be_cleared(runtime: MoERuntime) -> None:
+    x, ids, router = batch(3)
+    broken = ids.clone()
+    broken[1, 0] = broken[1, 1]
+    with pytest.warns(BrokenPromise, match="distinct_topk"):
+        runtime(x, broken, router)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runtime(x, broken, router)
+    assert runtime.report().promise_broken
+    assert "promise broken: yes" in str(runtime.report())
+    runtime.clear_flag()
+    assert not runtime.report().promise_broken
+    with pytest.warns(BrokenPromise):
+        runtime(x, broken, router)
+
+
+def test_duplicates_are_summed_where_the_spec_allows_them() -> None:
+    spec = MoESpec(4, 3, 128, 128, distinct_topk=False)
+    weights = random_weights(spec, "bf16")
+    x, router = random_inputs(spec, 5)
+    ids = torch.tensor([[0, 0, 0], [1, 1, 2], [3, -1, 3], [2, 2, 2], [0, 1, 2]])
+    with MoERuntime(spec, weights, buckets=[5], device="cpu") as made:
+        assert_rows(made(x, ids, router), oracle(x, ids, router, weights), "bf16")
+        assert not made.report().promise_broken
+
+
+def test_two_threads_on_one_runtime_are_serialised(runtime: MoERuntime, weights: ExpertWeights) -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            data = batch(3 + seed, seed=seed)
+            want = oracle(*data, weights)
+            for _ in range(10):
+                assert_rows(runtime(*data, out=torch.empty_like(data[0])), want, "fp8_block")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_gradients_and_inference_mode_do_not_matter(weights: ExpertWeights) -> None:
+    data = batch(3)
+    want = oracle(*data, weights)
+    with torch.inference_mode(), MoERuntime(SPEC, weights, buckets=[4], device="cpu") as made:
+        assert_rows(made(*data), want, "fp8_block")
+    with MoERuntime(SPEC, weights, buckets=[4], device="cpu") as made:
+        y = made(data[0].clone().requires_grad_(), *data[1:])
+        assert not y.requires_grad
+        with torch.inference_mode():
+            assert_rows(made(*data), want, "fp8_block")
+        assert_rows(made(*data), want, "fp8_block")
+
+
+def test_guard_bands_stay_untouched(weights: ExpertWeights) -> None:
+    with MoERuntime(SPEC, weights, buckets=[1, 8], device="cpu", path="compact", guard_bytes=64) as made:
+        for tokens in (1, 8, 5):
+            bucket = made.plan.bucket(tokens)
+            poison(made, -1)
+            made._arena.fill_guards(bucket)
+            data = batch(tokens)
+            assert_rows(made(*data), oracle(*data, weights), "fp8_block")
+            assert made._arena.broken_guards(bucket) == []
+
+
+def test_report_and_log_say_what_was_decided(weights: ExpertWeights, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="graphmoe"), MoERuntime(SPEC, weights, buckets=[1, 8], device="cpu") as made:
+        report = made.report()
+    assert [bucket.tokens for bucket in report.buckets] == [1, 8]
+    assert [bucket.rows for bucket in report.buckets] == [bucket.rows for bucket in made.plan.buckets]
+    assert all(bucket.kernels == 6 for bucket in report.buckets)
+    assert report.emulated
+    assert report.fingerprint == made.plan.fingerprint
+    text = str(report)
+    assert "psum block_e=64" in text
+    assert "graphs emulated" in text
+    assert "auto: no profile" in text
+    assert "built 1 layer(s) x 2 bucket(s)" in caplog.text
+    assert "psum block_e=64" in caplog.text
+
+
+def test_deep_gemm_that_is_absent_is_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from graphmoe.gemm import deep_gemm
+
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(MissingBackend, match=r"pip install 'graphmoe\[hopper\]'"):
+        deep_gemm.DeepGemm("fp8_block", torch.device("cuda", 0))
