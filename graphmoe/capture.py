@@ -82,7 +82,11 @@ def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPl
     complaint = path.check_blocks(bucket.options, gemm_threads)
     if complaint:
         raise CaptureError(f"{where}: {complaint}")
-    segments = torch.cuda.memory_snapshot(mempool_id=pool)
-    if segments:
-        held = sum(segment["total_size"] for segment in segments)
+    held = pool_bytes(pool)
+    if held:
         raise CaptureError(f"{where}: capture allocated {held} bytes from the graph pool; a step may not allocate")
+
+
+def pool_bytes(pool: Any) -> int:
+    """Device memory that torch's allocator holds for a graph pool: what captured steps allocated. 0 for a static step."""
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(mempool_id=pool))

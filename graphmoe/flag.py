@@ -23,8 +23,8 @@ class StickyFlag:
         self._in_flight = False
         self._warned = False
 
-    def poll(self) -> None:
-        """Look at the last copy and start the next; never waits."""
+    def poll(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Look at the last copy and start the next on `stream`, the current one; never waits."""
         if self._arrived is None:
             self._host.copy_(self._flag)
             self._warn()
@@ -34,7 +34,7 @@ class StickyFlag:
         if self._in_flight:
             self._warn()
         self._host.copy_(self._flag, non_blocking=True)
-        self._arrived.record()
+        self._arrived.record(stream)
         self._in_flight = True
 
     def read(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from graphmoe import reference
 from graphmoe.arena import Arena
 from graphmoe.buckets import BucketLadder, Overflow
-from graphmoe.capture import CapturedStep, capture_step, prove, side_stream
+from graphmoe.capture import CapturedStep, capture_step, pool_bytes, prove, side_stream
 from graphmoe.errors import CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.flag import StickyFlag
 from graphmoe.gemm import GroupedGemm
@@ -136,6 +136,7 @@ class MoERuntime:
         self._closed = False
         self._graphs: dict[tuple[int, int], CapturedStep] = {}
         self._last_stream: torch.cuda.Stream | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}
         started = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
             self._build([one.to(self.device) for one in all_weights], progress)
@@ -203,6 +204,7 @@ class MoERuntime:
             gemm=self.plan.gemm,
             layers=len(self.layers),
             arena_bytes=self._arena.nbytes,
+            pool_bytes=pool_bytes(self._pool) if self._graphs else 0,
             build_seconds=self._build_seconds,
             promise_broken=self._flag.read(),
             fingerprint=self.plan.fingerprint,
@@ -255,7 +257,7 @@ class MoERuntime:
         self._arena.seal()
 
     def _capture(self, progress: bool) -> None:
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device), side_stream(self.device) as stream, Progress(console=Console(stderr=True), transient=True) as bar:
             keys = [(layer, t) for t in sorted(self._buckets, reverse=True) for layer in range(len(self._buckets[t].bound))]
             bar.disable = not (progress and bar.console.is_terminal)
@@ -337,17 +339,27 @@ class MoERuntime:
             yield False
             self._flag.poll()
             return
-        with torch.cuda.device(self.device):
+        with self._on_device():
             if torch.cuda.is_current_stream_capturing():
                 yield False
                 return
-            stream = torch.cuda.current_stream()
-            if self._last_stream is not None and self._last_stream != stream:
+            stream = self._current_stream()
+            if self._last_stream is not None and self._last_stream is not stream:
                 stream.wait_event(self._last_use)
             yield True
-            self._flag.poll()
+            self._flag.poll(stream)
             self._last_use.record(stream)
             self._last_stream = stream
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """`torch.cuda.current_stream`, its object made once a stream: making it costs as much as launching a graph."""
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw not in self._streams:
+            self._streams[raw] = torch.cuda.current_stream(self.device)
+        return self._streams[raw]
 
     def _bucket(self, bucket: int) -> _Bucket:
         self._check_open()

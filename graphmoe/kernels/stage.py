@@ -9,6 +9,8 @@ The tail (tokens t..T) is neutralised through its ids alone: routed nowhere, its
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -51,9 +53,16 @@ def stage(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, x_out: Tensor, i
     wide = x.shape[1] % 4 == 0 and x.data_ptr() % 8 == 0 and x.stride(0) % 4 == 0 and x.shape[0] > 0
     dtype = torch.int64 if wide else torch.int16
     source, target = x.view(dtype), x_out.view(dtype)
-    columns = min(_COLUMNS, triton.next_power_of_2(source.shape[1]))
-    top_k = ids_out.shape[1]
-    _stage_kernel[(ids_out.shape[0], triton.cdiv(source.shape[1], columns))](
+    width, top_k = source.shape[1], ids_out.shape[1]
+    columns, column_blocks, top_k_padded = _sizes(width, top_k)
+    _stage_kernel[(ids_out.shape[0], column_blocks)](
         source, source.stride(0), topk_ids, topk_ids.stride(0), topk_ids.stride(1), topk_weights, topk_weights.stride(0), topk_weights.stride(1),
-        x.shape[0], target, ids_out, weights_out, WIDTH=source.shape[1], TOP_K=top_k, TOP_K_PADDED=triton.next_power_of_2(top_k), COLUMNS=columns,
+        x.shape[0], target, ids_out, weights_out, WIDTH=width, TOP_K=top_k, TOP_K_PADDED=top_k_padded, COLUMNS=columns,
     )  # fmt: skip
+
+
+@cache
+def _sizes(width: int, top_k: int) -> tuple[int, int, int]:
+    """Columns a program, programs a token, and K padded; remembered because this launch is on every call's path."""
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    return columns, triton.cdiv(width, columns), triton.next_power_of_2(top_k)

@@ -86,7 +86,7 @@ def test_scatter_and_act_equal_their_twins(name: str, quantised: bool) -> None:
             # exp differs in its last bits between the two, so a product may fall on the other side of a rounding border: seldom, and by one step.
             step = 2.0**-3 if quantised else 2.0**-7
             assert bool(((mine - twin).abs() <= step * twin.abs()).all()), layout
-            assert float((mine != twin).float().mean()) < 0.01
+            assert float(((mine - twin).abs() > 1e-5 * twin.abs()).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "K > E", "duplicates allowed"])

@@ -41,7 +41,8 @@ def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: li
     table.append(
         f"free memory after builds and closes 2..22: lowest {min(free[1:])}, highest {max(free[1:])} bytes; allocated {torch.cuda.memory_allocated()}"
     )
-    assert free[-1] >= free[len(RECIPES)], free
+    # The first round loads each recipe's kernels onto the device.
+    assert set(free[len(RECIPES) :]) == {free[len(RECIPES)]}, free
 
 
 def test_calls_allocate_nothing(runtime: MoERuntime) -> None:
