@@ -38,9 +38,11 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A stream to warm up and capture on, ordered after the current stream's work and before what follows."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield stream
-    torch.cuda.current_stream(device).wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:

@@ -28,7 +28,7 @@ from graphmoe.planner import Plan, plan
 from graphmoe.recipe import Recipe
 from graphmoe.report import BucketReport, RuntimeReport
 from graphmoe.spec import MoESpec
-from graphmoe.step import step
+from graphmoe.step import step, trace_for
 from graphmoe.weights import ExpertWeights
 
 logger = logging.getLogger("graphmoe")
@@ -132,13 +132,14 @@ class MoERuntime:
             max_arena_bytes=max_arena_bytes,
             guard_bytes=guard_bytes,
         )
+        self._trace = trace_for(self.device)
         self._lock = threading.RLock()
         self._closed = False
         self._graphs: dict[tuple[int, int], CapturedStep] = {}
         self._last_stream: torch.cuda.Stream | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
         started = time.perf_counter()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
             self._build([one.to(self.device) for one in all_weights], progress)
         self._build_seconds = time.perf_counter() - started
         self.layers = tuple(MoELayer(self, index) for index in range(len(all_weights)))
@@ -217,7 +218,10 @@ class MoERuntime:
         self._flag.clear()
 
     def close(self) -> None:
-        """Drop every graph, the arena and the references to weights. Later calls raise RuntimeClosed; closing twice is fine."""
+        """Drop every graph, the arena and the references to weights. Later calls raise RuntimeClosed; closing twice is fine.
+
+        A graph of your own that recorded a call reads the arena too: do not replay it after this.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -258,7 +262,7 @@ class MoERuntime:
 
     def _capture(self, progress: bool) -> None:
         self._pool = pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self.device), side_stream(self.device) as stream, Progress(console=Console(stderr=True), transient=True) as bar:
+        with side_stream(self.device) as stream, Progress(console=Console(stderr=True), transient=True) as bar:
             keys = [(layer, t) for t in sorted(self._buckets, reverse=True) for layer in range(len(self._buckets[t].bound))]
             bar.disable = not (progress and bar.console.is_terminal)
             task = bar.add_task("capturing", total=len(self._buckets) + len(keys))
@@ -312,7 +316,8 @@ class MoERuntime:
         tokens = x.shape[0]
         t = self.plan.ladder.bucket_for(tokens)
         inputs = self._buckets[t].inputs
-        self._ops.stage(x, topk_ids, topk_weights, x_out=inputs.x, ids_out=inputs.topk_ids, weights_out=inputs.topk_weights)
+        with self._trace("graphmoe.stage"):
+            self._ops.stage(x, topk_ids, topk_weights, x_out=inputs.x, ids_out=inputs.topk_ids, weights_out=inputs.topk_weights)
         return self._replay(layer, t, replays)[:tokens]
 
     def _replay_bucket(self, layer: int, bucket: int) -> Tensor:
@@ -324,7 +329,8 @@ class MoERuntime:
     def _replay(self, layer: int, t: int, replays: bool) -> Tensor:
         bucket = self._buckets[t]
         if replays:
-            self._graphs[layer, t].graph.replay()
+            with self._trace("graphmoe.replay"):
+                self._graphs[layer, t].graph.replay()
         else:
             bucket.run(layer)
         return bucket.y
@@ -352,7 +358,9 @@ class MoERuntime:
             self._last_stream = stream
 
     def _on_device(self) -> AbstractContextManager[object]:
-        return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
+        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     def _current_stream(self) -> torch.cuda.Stream:
         """`torch.cuda.current_stream`, its object made once a stream: making it costs as much as launching a graph."""

@@ -10,6 +10,7 @@ The tail (tokens t..T) is neutralised through its ids alone: routed nowhere, its
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -17,12 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 1024
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 # t and the caller's strides change from call to call: specialising on them would compile in the middle of a decode loop.
 @triton.jit(
     do_not_specialize=["tokens", "x_stride", "ids_row", "ids_column", "weights_row", "weights_column"],
-    do_not_specialize_on_alignment=["x", "topk_ids", "topk_weights"],
+    do_not_specialize_on_alignment=["x", "topk_ids", "topk_weights", "x_out", "ids_out", "weights_out"],
 )
 def _stage_kernel(
     x, x_stride, topk_ids, ids_row, ids_column, topk_weights, weights_row, weights_column, tokens,
@@ -55,14 +57,24 @@ def stage(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, x_out: Tensor, i
     source, target = x.view(dtype), x_out.view(dtype)
     width, top_k = source.shape[1], ids_out.shape[1]
     columns, column_blocks, top_k_padded = _sizes(width, top_k)
-    _stage_kernel[(ids_out.shape[0], column_blocks)](
+    grid = (ids_out.shape[0], column_blocks, 1)
+    arguments = (
         source, source.stride(0), topk_ids, topk_ids.stride(0), topk_ids.stride(1), topk_weights, topk_weights.stride(0), topk_weights.stride(1),
-        x.shape[0], target, ids_out, weights_out, WIDTH=width, TOP_K=top_k, TOP_K_PADDED=top_k_padded, COLUMNS=columns,
+        x.shape[0], target, ids_out, weights_out, width, top_k, top_k_padded, columns,
     )  # fmt: skip
+    # This launch is on every call's path, and Triton's own look-up of the compiled kernel reads the environment and costs more than the launch.
+    # Nothing else is specialised on, so these decide which kernel it is.
+    key = (x.device, dtype, topk_ids.dtype, width, top_k)
+    if key in _compiled:
+        _compiled[key][grid](*arguments)
+    else:
+        kernel = _stage_kernel[grid](*arguments)
+        if kernel is not None:  # the interpreter has none
+            _compiled[key] = kernel
 
 
 @cache
 def _sizes(width: int, top_k: int) -> tuple[int, int, int]:
-    """Columns a program, programs a token, and K padded; remembered because this launch is on every call's path."""
+    """Columns a program, programs a token, and K padded."""
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     return columns, triton.cdiv(width, columns), triton.next_power_of_2(top_k)
