@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,9 +34,13 @@ class BucketLadder:
     overflow: Overflow = "raise"
 
     def __init__(self, sizes: Iterable[int], overflow: Overflow = "raise") -> None:
-        ladder = tuple(sorted(set(sizes)))
-        if not ladder or any(isinstance(size, bool) or not isinstance(size, int) for size in ladder) or ladder[0] < 1:
-            raise SpecError(f"a bucket ladder needs positive ints, got {ladder}")
+        try:
+            given = tuple(sizes)
+        except TypeError:
+            raise SpecError(f"a bucket ladder needs positive ints, got {sizes!r}") from None
+        if not given or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in given):
+            raise SpecError(f"a bucket ladder needs positive ints, got {given}")
+        ladder = tuple(sorted(set(given)))
         if overflow not in ("raise", "chunk"):
             raise SpecError(f"overflow={overflow!r} must be 'raise' or 'chunk'")
         object.__setattr__(self, "sizes", ladder)
@@ -57,7 +62,7 @@ class BucketLadder:
             return buckets if overflow is None else cls(buckets.sizes, overflow)
         policy: Overflow = overflow or "raise"
         if isinstance(buckets, str):
-            if buckets.replace(",", "").replace(" ", "").isdigit():
+            if re.fullmatch(r"\s*[0-9]+(\s*,\s*[0-9]+)*\s*,?\s*", buckets):
                 return cls([int(size) for size in buckets.split(",") if size.strip()], policy)
             return cls.preset(buckets, overflow=policy)
         return cls(buckets, policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -21,6 +22,9 @@ from graphmoe.spec import MoESpec
 SCHEMA = "graphmoe.plan/1"
 ALIGNMENT = 256
 """Bytes that every buffer's offset is a multiple of: enough for TMA (16) and for full cache lines."""
+
+Wish = Recipe | str
+"""A recipe, a path's name, or "auto"."""
 
 _GEMM_OF_ARCH = {"sm90": "deep_gemm", "cpu": "torch"}
 
@@ -133,7 +137,7 @@ class Plan:
         if data.get("schema") != SCHEMA:
             raise SchemaMismatch(f"the plan has schema {data.get('schema')!r}, this graphmoe reads {SCHEMA!r}; make the plan anew")
         try:
-            plan = cls(
+            stored = cls(
                 spec=MoESpec(**data["spec"]),
                 ladder=BucketLadder(data["ladder"]["sizes"], data["ladder"]["overflow"]),
                 fmt=data["fmt"],
@@ -150,12 +154,12 @@ class Plan:
                     for b in data["buckets"]
                 ),
             )
-            stored = data["fingerprint"]
-        except (KeyError, TypeError) as error:
-            raise PlanError(f"the plan lacks or misspells a field: {error}") from error
-        if plan.fingerprint != stored:
+            same = stored.to_json() == dict(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"the plan lacks or misspells a field: {type(error).__name__}: {error}; make the plan anew") from error
+        if not same:
             raise PlanError("the plan's content does not match its fingerprint: it was edited; make the plan anew")
-        return plan
+        return stored
 
 
 def plan(
@@ -164,7 +168,7 @@ def plan(
     *,
     fmt: str = "fp8_block",
     arch: str = "sm90",
-    recipes: Recipe | str | Mapping[int, Recipe | str] = "auto",
+    recipes: Wish | Mapping[int, Wish] = "auto",
     max_arena_bytes: int | None = None,
     guard_bytes: int = 0,
 ) -> Plan:
@@ -187,32 +191,42 @@ def plan(
     weight_format.check(spec)
     if arch not in _GEMM_OF_ARCH:
         raise UnsupportedShape(f"unknown arch {arch!r}; known: {', '.join(_GEMM_OF_ARCH)}")
-    if guard_bytes < 0:
-        raise PlanError(f"guard_bytes={guard_bytes} must not be negative")
+    if isinstance(guard_bytes, bool) or not isinstance(guard_bytes, int) or guard_bytes < 0:
+        raise PlanError(f"guard_bytes={guard_bytes} must be an int of at least 0")
     if isinstance(recipes, Mapping) and not set(recipes) <= set(ladder.sizes):
-        raise UnknownRecipe(f"recipes name buckets {sorted(set(recipes) - set(ladder.sizes))} that the ladder {list(ladder.sizes)} lacks")
+        strangers = [bucket for bucket in recipes if bucket not in ladder.sizes]
+        raise UnknownRecipe(f"recipes name buckets {strangers} that the ladder {list(ladder.sizes)} lacks")
 
-    planner = _Planner(spec, ladder, weight_format, arch, guard_bytes, max_arena_bytes)
-    buckets = tuple(planner.bucket(tokens, recipes.get(tokens, "auto") if isinstance(recipes, Mapping) else recipes) for tokens in ladder.sizes)
-    arena_bytes = max([planner.static_bytes, *(_end(buffer, guard_bytes) for bucket in buckets for buffer in bucket.buffers)])
-    made = Plan(
-        spec, ladder, fmt, arch, _GEMM_OF_ARCH[arch], guard_bytes, planner.static, planner.static_bytes, round_up(arena_bytes, ALIGNMENT), buckets
-    )
+    planner = _Planner(spec, weight_format, arch, guard_bytes, max_arena_bytes)
+    made = planner.plan(ladder, recipes)
     if max_arena_bytes is not None and made.arena_bytes > max_arena_bytes:
-        raise planner.too_large(made, max_arena_bytes)
+        raise planner.too_large(made, recipes, max_arena_bytes)
     return made
 
 
+@dataclass(frozen=True)
 class _Planner:
-    """The arguments of one `plan` call, and the pieces that every bucket shares."""
+    """The arguments of a `plan` call that do not change while a remedy is looked for."""
 
-    def __init__(self, spec: MoESpec, ladder: BucketLadder, fmt: Format, arch: str, guard_bytes: int, max_arena_bytes: int | None) -> None:
-        self.spec, self.ladder, self.fmt, self.arch = spec, ladder, fmt, arch
-        self.guard_bytes, self.max_arena_bytes = guard_bytes, max_arena_bytes
-        self.static, self.static_bytes = self._place_static()
+    spec: MoESpec
+    fmt: Format
+    arch: str
+    guard_bytes: int
+    max_arena_bytes: int | None
 
-    def _place_static(self) -> tuple[tuple[PlacedBuffer, ...], int]:
-        t, h, k = self.ladder.largest, self.spec.hidden_size, self.spec.top_k
+    def plan(self, ladder: BucketLadder, recipes: Wish | Mapping[int, Wish]) -> Plan:
+        """The plan whether it fits `max_arena_bytes` or not."""
+        static = self._static(ladder)
+        static_bytes = max(_end(buffer, self.guard_bytes) for buffer in static)
+        buckets = tuple(
+            self._bucket(tokens, recipes.get(tokens, "auto") if isinstance(recipes, Mapping) else recipes, static_bytes) for tokens in ladder.sizes
+        )
+        arena_bytes = max([static_bytes, *(self._bytes(bucket) for bucket in buckets)])
+        gemm = _GEMM_OF_ARCH[self.arch]
+        return Plan(self.spec, ladder, self.fmt.name, self.arch, gemm, self.guard_bytes, static, static_bytes, arena_bytes, buckets)
+
+    def _static(self, ladder: BucketLadder) -> tuple[PlacedBuffer, ...]:
+        t, h, k = ladder.largest, self.spec.hidden_size, self.spec.top_k
         specs = (
             BufferSpec("x", (t, h), "bfloat16", Stage.STAGE, Stage.COMBINE),
             BufferSpec("topk_ids", (t, k), "int32", Stage.STAGE, Stage.COMBINE),
@@ -220,20 +234,20 @@ class _Planner:
             BufferSpec("y", (t, h), "bfloat16", Stage.STAGE, Stage.COMBINE),
             BufferSpec("flags", (1,), "int32", Stage.STAGE, Stage.COMBINE),
         )
-        placed = place(specs, 0, self.guard_bytes)
-        return placed, max(_end(buffer, self.guard_bytes) for buffer in placed)
+        return place(specs, 0, self.guard_bytes)
 
-    def bucket(self, tokens: int, wish: Recipe | str) -> BucketPlan:
+    def _bucket(self, tokens: int, wish: Wish, static_bytes: int) -> BucketPlan:
         if wish != "auto":
-            return self._with_recipe(tokens, Recipe.of(wish), "asked for")
-        if self.spec.num_experts > self.spec.num_local_experts and self.spec.num_local_experts <= 32:
-            masked = self._with_recipe(tokens, Recipe("masked"), "auto: expert-parallel rank of at most 32 experts")
-            if self.max_arena_bytes is None or self._bytes(masked) <= self.max_arena_bytes:
-                return masked
-            return self._with_recipe(tokens, Recipe("psum", block_e=64), "auto: masked exceeds max_arena_bytes")
-        return self._with_recipe(tokens, Recipe("psum", block_e=64), "auto: no profile, psum with block_e 64")
+            return self._with_recipe(tokens, Recipe.of(wish), "asked for", static_bytes)
+        psum = Recipe("psum", block_e=64)
+        if self.spec.num_experts == self.spec.num_local_experts or self.spec.num_local_experts > 32:
+            return self._with_recipe(tokens, psum, "auto: no profile, psum with block_e 64", static_bytes)
+        masked = self._with_recipe(tokens, Recipe("masked"), "auto: expert-parallel rank of at most 32 experts", static_bytes)
+        if self.max_arena_bytes is None or self._bytes(masked) <= self.max_arena_bytes:
+            return masked
+        return self._with_recipe(tokens, psum, "auto: masked exceeds max_arena_bytes", static_bytes)
 
-    def _with_recipe(self, tokens: int, recipe: Recipe, rule: str) -> BucketPlan:
+    def _with_recipe(self, tokens: int, recipe: Recipe, rule: str, static_bytes: int) -> BucketPlan:
         path = get_path(recipe.path)
         options = path.options(recipe)
         reason = path.supports(self.spec, self.fmt, self.arch)
@@ -242,21 +256,28 @@ class _Planner:
         rows = path.rows(self.spec, tokens, options)
         if rows >= 1 << 31:
             raise UnsupportedShape(f"bucket {tokens} needs {rows} rows in path {recipe.path!r}; row indices are int32: use smaller buckets")
-        buffers = place(path.buffers(self.spec, self.fmt, tokens, options), self.static_bytes, self.guard_bytes)
+        buffers = place(path.buffers(self.spec, self.fmt, tokens, options), static_bytes, self.guard_bytes)
         return BucketPlan(tokens, Recipe(recipe.path, **options), rule, rows, buffers)
 
     def _bytes(self, bucket: BucketPlan) -> int:
         return max(_end(buffer, self.guard_bytes) for buffer in bucket.buffers)
 
-    def too_large(self, made: Plan, limit: int) -> ArenaTooLarge:
+    def too_large(self, made: Plan, recipes: Wish | Mapping[int, Wish], limit: int) -> ArenaTooLarge:
+        """The refusal of a plan, with every remedy that works."""
         worst = max(made.buckets, key=self._bytes)
-        fitting = [bucket.tokens for bucket in made.buckets if self._bytes(bucket) <= limit]
-        needs = {name: self._bytes(self._with_recipe(worst.tokens, Recipe(name), "")) for name in PATHS}
-        smallest = min(needs, key=needs.__getitem__)
-        remedies = [f"'{smallest}' needs {_gib(needs[smallest])}: pass path='{smallest}'"] if needs[smallest] < self._bytes(worst) else []
-        remedies += [f"drop buckets above {max(fitting)}"] if fitting else [f"max_arena_bytes must be at least {_gib(made.arena_bytes)}"]
-        need = f"bucket {worst.tokens} needs {_gib(self._bytes(worst))} in path '{worst.recipe.path}'"
-        return ArenaTooLarge(f"{need} but max_arena_bytes is {_gib(limit)}; {' or '.join(remedies)}")
+        remedies = []
+        for name in PATHS:
+            with suppress(PlanError):
+                other = self.plan(made.ladder, name)
+                if other.arena_bytes <= limit:
+                    remedies.append(f"pass path='{name}' ({_size(other.arena_bytes)})")
+        for count in range(len(made.ladder.sizes) - 1, 0, -1):
+            if self.plan(BucketLadder(made.ladder.sizes[:count]), recipes).arena_bytes <= limit:
+                remedies.append(f"drop buckets above {made.ladder.sizes[count - 1]}")
+                break
+        remedies.append(f"raise it: max_arena_bytes must be at least {made.arena_bytes}")
+        need = f"bucket {worst.tokens} needs {_size(self._bytes(worst))} in path '{worst.recipe.path}'"
+        return ArenaTooLarge(f"{need} but max_arena_bytes is {_size(limit)}; {', or '.join(remedies)}")
 
 
 def place(specs: Iterable[BufferSpec], base: int, guard_bytes: int) -> tuple[PlacedBuffer, ...]:
@@ -280,8 +301,8 @@ def _end(buffer: PlacedBuffer, guard_bytes: int) -> int:
     return round_up(buffer.offset + buffer.nbytes + guard_bytes, ALIGNMENT)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 28 else f"{nbytes / 2**20:.2f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.2f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"
 
 
 def _buffer_json(buffer: PlacedBuffer) -> dict[str, Any]:

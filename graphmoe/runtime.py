@@ -122,7 +122,7 @@ class MoERuntime:
             if one.fmt != all_weights[0].fmt:
                 raise WeightsMismatch(f"layers of one runtime share a format; got {all_weights[0].fmt!r} and {one.fmt!r}")
         self.spec = spec
-        self.device = _resolve_device(device or all_weights[0].device)
+        self.device = resolve_device(device or all_weights[0].device)
         self.plan: Plan = plan(
             spec,
             BucketLadder.of(buckets, overflow),
@@ -420,8 +420,16 @@ def _backend(made: Plan, device: torch.device) -> tuple[Ops, GroupedGemm]:
     return kernels, DeepGemm(made.fmt, device)
 
 
-def _resolve_device(device: torch.device | str) -> torch.device:
-    resolved = torch.device(device)
+def resolve_device(device: torch.device | str) -> torch.device:
+    """A device that a runtime can use, with its index.
+
+    Raises:
+        InvalidInput: neither a CUDA device that torch sees nor the CPU.
+    """
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidInput(f"device {device!r} is not supported; supported: cuda, cpu") from error
     if resolved.type not in ("cpu", "cuda"):
         raise InvalidInput(f"device {resolved} is not supported; supported: cuda, cpu")
     if resolved.type == "cuda" and not torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ from graphmoe.errors import SpecError, UnsupportedSpec
 
 _MAX_EXPERTS = 1024
 _MAX_DIM = 1 << 20
+_MAX_FLOAT32 = 3.4028234663852886e38
 _Ids = TypeVar("_Ids")
 
 
@@ -47,7 +47,7 @@ class MoESpec:
     distinct_topk: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_local_experts == 0 and self.expert_offset == 0:
+        if type(self.num_local_experts) is int and self.num_local_experts == 0 and self.expert_offset == 0:
             object.__setattr__(self, "num_local_experts", self.num_experts)
         for name, low, high in (
             ("num_experts", 1, _MAX_EXPERTS),
@@ -57,17 +57,20 @@ class MoESpec:
             ("num_local_experts", 1, _MAX_EXPERTS),
             ("expert_offset", 0, _MAX_EXPERTS),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise SpecError(f"{name}={value!r} must be an int in [{low}, {high}]")
+            require_int(name, getattr(self, name), low, high)
+        for name in ("gated", "distinct_topk"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.expert_offset + self.num_local_experts > self.num_experts:
             raise SpecError(
                 f"local experts [{self.expert_offset}, {self.expert_offset + self.num_local_experts}) exceed num_experts={self.num_experts}"
             )
         if self.distinct_topk and self.top_k > self.num_experts:
             raise SpecError(f"top_k={self.top_k} distinct experts cannot come from num_experts={self.num_experts}; pass distinct_topk=False")
-        if not (isinstance(self.routed_scaling_factor, (int, float)) and math.isfinite(self.routed_scaling_factor)):
-            raise SpecError(f"routed_scaling_factor={self.routed_scaling_factor!r} must be a finite number")
+        factor = self.routed_scaling_factor
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not abs(factor) <= _MAX_FLOAT32:
+            raise SpecError(f"routed_scaling_factor={factor!r} must be a number that is finite in float32")
+        object.__setattr__(self, "routed_scaling_factor", float(factor))
         if self.activation != "silu":
             raise UnsupportedSpec(f"activation={self.activation!r} is not supported yet; supported: 'silu'")
         if not self.gated:
@@ -92,10 +95,10 @@ class MoESpec:
             ("tp", tp, self.intermediate_size, "intermediate_size"),
             ("ep", ep, self.num_local_experts, "num_local_experts"),
         ):
-            if parts < 1 or total % parts:
+            require_int(name, parts, 1, _MAX_DIM)
+            if total % parts:
                 raise SpecError(f"{name}={parts} does not divide {what}={total}")
-        if not 0 <= ep_rank < ep:
-            raise SpecError(f"ep_rank={ep_rank} is not in [0, {ep})")
+        require_int("ep_rank", ep_rank, 0, ep - 1)
         local = self.num_local_experts // ep
         return replace(
             self,
@@ -114,6 +117,12 @@ class MoESpec:
         local = ids - self.expert_offset
         here = (ids >= self.expert_offset) & (ids < self.expert_offset + self.num_local_experts)
         return (local + 1) * here - 1
+
+
+def require_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise SpecError unless `value` is an int (not a bool) in `[low, high]`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise SpecError(f"{name}={value!r} must be an int in [{low}, {high}]")
 
 
 _MODELS: dict[str, MoESpec] = {

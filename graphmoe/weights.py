@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, expert_prefix, write_tensors
 from graphmoe.errors import CheckpointError, WeightsMismatch
 from graphmoe.formats import BLOCK, get_format
 from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
 from graphmoe.spec import MoESpec
 
-INDEX_NAME = "model.safetensors.index.json"
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,8 @@ class ExpertWeights:
             UnsupportedShape: H or I that the format cannot take.
         """
         get_format(fmt).check(spec)
+        if w13.device != w2.device:
+            raise WeightsMismatch(f"w2 is on {w2.device}, w13 on {w13.device}; move them to one device")
         for name, tensor, shape in (("w13", w13, _w13_shape(spec)), ("w2", w2, _w2_shape(spec))):
             _check(name, tensor, shape, (torch.bfloat16, torch.float32))
             # One expert at a time: `isfinite` over all of them would take a temporary of the weights' own size.
@@ -75,8 +75,11 @@ class ExpertWeights:
             UnsupportedShape: H or I not a multiple of 128.
         """
         get_format("fp8_block").check(spec)
-        scales = [scale if scale.dtype == torch.float32 else scale.float() for scale in (w13_scale_inv, w2_scale_inv)]
-        return cls(spec, "fp8_block", w13.contiguous(), w2.contiguous(), scales[0].contiguous(), scales[1].contiguous())._checked()
+        for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv)):
+            if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise WeightsMismatch(f"{name} is {scale.dtype}, expected torch.float32, torch.bfloat16 or torch.float16")
+        scales = [scale.float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
+        return cls(spec, "fp8_block", w13.contiguous(), w2.contiguous(), *scales)._checked()
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
@@ -113,68 +116,67 @@ class ExpertWeights:
     def save(self, directory: str | os.PathLike[str], layer: int = 0) -> Path:
         """Write this layer under the per-expert Hugging Face names, one safetensors file a layer, and enter it in the index.
 
-        A file appears under its final name only when it is complete. Scales are stored as float32 `weight_scale_inv`.
+        A file appears under its final name only when it is complete; what the checkpoint held of these experts is replaced.
+        An expert-parallel rank writes its own experts under their global ids; several ranks may write into one directory at a time.
 
         Returns:
             the file written.
         """
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         spec, tensors = self.spec, {}
         for e in range(spec.num_local_experts):
             for name, part, scale in self._checkpoint_parts(e):
-                key = _key(layer, spec.expert_offset + e, name)
+                key = expert_key(layer, spec.expert_offset + e, name)
                 tensors[key] = part.contiguous().cpu()
                 if scale is not None:
-                    tensors[key + "_scale_inv"] = scale.contiguous().cpu()
-        first = spec.expert_offset
-        part_name = "" if spec.num_local_experts == spec.num_experts else f"-experts-{first:04d}-{first + spec.num_local_experts - 1:04d}"
-        path = folder / f"model-layer-{layer:05d}{part_name}.safetensors"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _enter_in_index(folder, dict.fromkeys(tensors, path.name), sum(tensor.nbytes for tensor in tensors.values()))
-        return path
+                    tensors[key + SCALE_SUFFIX] = scale.contiguous().cpu()
+        experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
+        part_name = "" if len(experts) == spec.num_experts else f"-experts-{experts.start:04d}-{experts.stop - 1:04d}"
+        name = f"model-layer-{layer:05d}{part_name}.safetensors"
+        return write_tensors(directory, name, tensors, replaces=[expert_prefix(layer, e) for e in experts])
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], spec: MoESpec, layer: int = 0, *, device: torch.device | str = "cpu") -> ExpertWeights:
         """Read this rank's experts of one layer from a checkpoint with per-expert Hugging Face names.
 
-        Block FP8 if the checkpoint has `weight_scale_inv` entries (any float dtype), else BF16. Files are found through
-        `model.safetensors.index.json`, or by looking into every `*.safetensors` of the directory.
+        Block FP8 (e4m3) if the checkpoint has `weight_scale_inv` entries for the layer (any floating dtype, UE8M0 included), else BF16.
+        Files are found through `model.safetensors.index.json`, or by looking into every `*.safetensors` of the directory.
 
         Raises:
-            CheckpointError: no checkpoint there, or tensors that are missing or misshapen (all of them named in one error).
+            CheckpointError: no checkpoint there, or tensors that are missing, misshapen or of another dtype (all of them named in one error).
             WeightsMismatch: a scale that is NaN, infinite or negative.
         """
-        files = _tensor_files(Path(directory))
         experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
         h, i = spec.hidden_size, spec.intermediate_size
         shapes = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i)}
-        quantised = _key(layer, experts[0], "gate_proj") + "_scale_inv" in files
-        wanted: dict[str, tuple[int, ...]] = {}
-        for e in experts:
-            for name, (rows, columns) in shapes.items():
-                wanted[_key(layer, e, name)] = (rows, columns)
-                if quantised:
-                    wanted[_key(layer, e, name) + "_scale_inv"] = (-(-rows // BLOCK), -(-columns // BLOCK))
-        missing = [key for key in wanted if key not in files]
-        if missing:
-            raise CheckpointError(f"{directory}: {_some(missing)} missing; spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}")
-        get_format("fp8_block" if quantised else "bf16").check(spec)
-        with _Reader(files) as reader:
-            wrong = [f"{key} is {reader.shape(key)}, not {shape}" for key, shape in wanted.items() if reader.shape(key) != shape]
+        with CheckpointReader(directory) as reader:
+            quantised = any(expert_key(layer, e, name) + SCALE_SUFFIX in reader for e in experts for name in shapes)
+            wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+            for e in experts:
+                for name, (rows, columns) in shapes.items():
+                    wanted[expert_key(layer, e, name)] = (rows, columns), ("F8_E4M3",) if quantised else ("BF16",)
+                    if quantised:
+                        wanted[expert_key(layer, e, name) + SCALE_SUFFIX] = (-(-rows // BLOCK), -(-columns // BLOCK)), _SCALE_DTYPES
+            missing = [key for key in wanted if key not in reader]
+            if missing:
+                raise CheckpointError(
+                    f"{directory}: {_some(missing)} missing; spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}"
+                )
+            wrong = []
+            for key, (shape, dtypes) in wanted.items():
+                found, dtype = reader.describe(key)
+                if found != shape:
+                    wrong.append(f"{key} is {found}, not {shape}")
+                elif dtype not in dtypes:
+                    wrong.append(f"{key} is {dtype}, not {' or '.join(dtypes)}")
             if wrong:
                 raise CheckpointError(f"{directory}: {_some(wrong)}")
+            get_format("fp8_block" if quantised else "bf16").check(spec)
 
             def read(e: int) -> tuple[Tensor, ...]:
-                gate, up, down = (reader.read(_key(layer, e, name)) for name in shapes)
+                gate, up, down = (reader.read(expert_key(layer, e, name)) for name in shapes)
                 if not quantised:
                     return torch.cat([gate, up]), down
-                gate_scale, up_scale, down_scale = (reader.read(_key(layer, e, name) + "_scale_inv").float() for name in shapes)
+                gate_scale, up_scale, down_scale = (reader.read(expert_key(layer, e, name) + SCALE_SUFFIX).float() for name in shapes)
                 return torch.cat([gate, up]), torch.cat([gate_scale, up_scale]), down, down_scale
 
             return cls._from_experts(spec, (read(e) for e in experts), torch.device(device))
@@ -187,8 +189,6 @@ class ExpertWeights:
             if not stacked:
                 stacked = [torch.empty((spec.num_local_experts, *part.shape), dtype=part.dtype, device=device) for part in parts]
             for whole, part in zip(stacked, parts, strict=True):
-                if part.dtype != whole.dtype:
-                    raise CheckpointError(f"expert {e} is {part.dtype}, expert 0 is {whole.dtype}")
                 whole[e].copy_(part)
         if len(stacked) == 2:
             return cls(spec, "bf16", *stacked)._checked()
@@ -233,73 +233,5 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torc
         raise WeightsMismatch(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
 
 
-def _key(layer: int, expert: int, projection: str) -> str:
-    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
-
-
 def _some(items: list[str]) -> str:
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file of a checkpoint directory."""
-    index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            return {key: folder / name for key, name in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _open(path) as handle:
-            files |= dict.fromkeys(handle.keys(), path)
-    if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file")
-    return files
-
-
-def _enter_in_index(folder: Path, weight_map: dict[str, str], added_bytes: int) -> None:
-    index = folder / INDEX_NAME
-    data = json.loads(index.read_text()) if index.is_file() else {"metadata": {"total_size": 0}, "weight_map": {}}
-    if not weight_map.keys() <= data["weight_map"].keys():
-        data["metadata"]["total_size"] += added_bytes
-    data["weight_map"] |= weight_map
-    temporary = index.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
-    temporary.replace(index)
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-class _Reader:
-    """Opens each file of a checkpoint once and reads tensors by name."""
-
-    def __init__(self, files: dict[str, Path]) -> None:
-        self._files = files
-        self._open: dict[Path, safe_open] = {}
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
-    def _handle(self, key: str) -> safe_open:
-        path = self._files[key]
-        if path not in self._open:
-            self._open[path] = _open(path)
-        return self._open[path]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        try:
-            return tuple(self._handle(key).get_slice(key).get_shape())
-        except SafetensorError as error:
-            raise CheckpointError(f"{self._files[key]} has no tensor {key}, though the index says so") from error
-
-    def read(self, key: str) -> Tensor:
-        return self._handle(key).get_tensor(key)

@@ -102,7 +102,7 @@ def plan_arguments(
 
 
 MAGNITUDES = (0.0, 1e-44, 3e-38, 5.3e-36, 1e-20, 1.0, 448.0, 1e30, 3e38)
-"""Largest magnitudes of a quantisation block: zero, a subnormal, two whose 448th part is no normal float32 or just one, and on to the top of float32."""
+"""Largest magnitudes of a quantisation block: zero, a subnormal, two around 448 times the smallest normal float32, and on to the top of float32."""
 
 
 @st.composite

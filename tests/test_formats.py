@@ -196,7 +196,17 @@ def test_the_cast_saturates_and_takes_the_nearest_value(values):
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [(448.0, 0x7E), (449.0, 0x7E), (464.1, 0x7E), (1e9, 0x7E), (float("inf"), 0x7E), (-449.0, 0xFE), (-float("inf"), 0xFE), (-0.0, 0x80), (0.0, 0x00)],
+    [
+        (448.0, 0x7E),
+        (449.0, 0x7E),
+        (464.1, 0x7E),
+        (1e9, 0x7E),
+        (float("inf"), 0x7E),
+        (-449.0, 0xFE),
+        (-float("inf"), 0xFE),
+        (-0.0, 0x80),
+        (0.0, 0x00),
+    ],
 )
 @by_dtype
 def test_the_cast_never_overflows(value, code, dtype):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import graphmoe
@@ -205,7 +206,7 @@ def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: s
 
     ops = SimpleNamespace(route=record, scatter=record, act=record, combine=record)
     weights = SimpleNamespace(w13="w13", w13_scale_inv=None, w2="w2", w2_scale_inv=None)
-    names = {buffer.name: buffer.name for buffer in (*bucket.buffers,)} | {"flags": "flags"}
+    names = {buffer.name: buffer.name for buffer in bucket.buffers} | {"flags": "flags"}
     bound = get_path(path).bind(SMALL, 16, bucket.options, names, weights, ops, record)
     bound.route("topk_ids")
     bound.up("x")
@@ -321,13 +322,9 @@ def _spec(**changed: Any) -> MoESpec:
     return MoESpec(**{**vars(_BASE["spec"]), **changed})
 
 
-@pytest.mark.parametrize(
-    "equal",
-    [_spec(routed_scaling_factor=1), _spec(routed_scaling_factor=True), _spec(distinct_topk=1), _spec(gated=1)],
-    ids=["int factor", "bool factor", "int distinct_topk", "int gated"],
-)
-def test_equal_specs_give_equal_fingerprints(equal: Callable[[], MoESpec]) -> None:
-    """1 == 1.0 == True in Python, but JSON writes three different things."""
+def test_equal_specs_give_equal_fingerprints() -> None:
+    """1 == 1.0 in Python, but JSON writes two different things."""
+    equal = _spec(routed_scaling_factor=1)
     assert equal == _BASE["spec"]
     assert plan(**{**_BASE, "spec": equal}).fingerprint == plan(**_BASE).fingerprint
 
@@ -355,15 +352,16 @@ CHANGES = [
     {"recipes": {8: "psum"}},
     {"guard_bytes": 1},
     {"guard_bytes": 256},
-    {"max_arena_bytes": plan(**{**_BASE, "recipes": "masked"}).arena_bytes - 1},  # auto falls back
 ]
 
 
 def test_any_changed_argument_changes_the_fingerprint() -> None:
     """All pairs: `auto` that chooses masked is told from masked that was asked for by its rule."""
-    fingerprints = [plan(**{**_BASE, **change}).fingerprint for change in CHANGES]
-    same = [(a, b) for a, b in combinations(range(len(CHANGES)), 2) if fingerprints[a] == fingerprints[b]]
-    assert not same, [(CHANGES[a], CHANGES[b]) for a, b in same]
+    falls_back = {"max_arena_bytes": plan(**{**_BASE, "recipes": "masked"}).arena_bytes - 1}
+    changes = [*CHANGES, falls_back]
+    fingerprints = [plan(**{**_BASE, **change}).fingerprint for change in changes]
+    same = [(a, b) for (a, one), (b, other) in combinations(zip(changes, fingerprints, strict=True), 2) if one == other]
+    assert not same
 
 
 def test_a_limit_that_changes_no_choice_is_not_part_of_a_plan() -> None:
@@ -402,7 +400,9 @@ def _parent(data: Any, path: tuple[str | int, ...]) -> Any:
     return data
 
 
-@pytest.mark.parametrize("path", [path for path, _ in PLACES if isinstance(path[-1], str)], ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.parametrize(
+    "path", [path for path, _ in PLACES if isinstance(path[-1], str) and not set(path) & set(range(1, 99))], ids=lambda path: ".".join(map(str, path))
+)
 def test_a_plan_without_one_of_its_fields_is_refused(path: tuple[str | int, ...]) -> None:
     """Also a field that has a default, or that could be computed: the file is not what was written."""
     cut = copy.deepcopy(STORED)
@@ -430,7 +430,6 @@ def _edits(draw: st.DrawFn) -> tuple[tuple[str | int, ...], Any]:
     return path, draw(st.sampled_from([other for other in near + _OTHER_KINDS if other != value]))
 
 
-@settings(max_examples=300)
 @given(edit=_edits())
 def test_an_edited_plan_is_refused(edit: tuple[tuple[str | int, ...], Any]) -> None:
     """As PlanError, whatever the edit broke: a value that no layer can have, a dtype or stage that does not exist, a byte count."""
@@ -508,18 +507,21 @@ def _follow_every_remedy(arguments: dict[str, Any], limit: int, message: str) ->
         assert made.arena_bytes <= changed["max_arena_bytes"]
 
 
-@given(arguments=strategies.plan_arguments(WISHES), share=st.floats(0.0, 1.0, exclude_max=True))
-def test_a_plan_that_does_not_fit_is_refused_with_a_remedy_that_works(arguments: dict[str, Any], share: float) -> None:
-    unlimited = plan(**arguments)
-    limit = int(unlimited.arena_bytes * share)
+def _refusal(arguments: dict[str, Any], limit: int) -> str | None:
     try:
         made = plan(**arguments, max_arena_bytes=limit)
     except ArenaTooLarge as error:
-        assert re.search(r"^bucket \d+ needs [\d.]+ [GM]iB in path '\w+' but max_arena_bytes is [\d.]+ [GM]iB; ", str(error))
-        assert int(re.search(r"bucket (\d+)", str(error))[1]) in unlimited.ladder.sizes
-        _follow_every_remedy(arguments, limit, str(error))
-    else:
-        assert made.arena_bytes <= limit, "a plan over the limit was handed out"
+        return str(error)
+    assert made.arena_bytes <= limit, "a plan over the limit was handed out"
+    return None
+
+
+@given(arguments=strategies.plan_arguments(WISHES), share=st.floats(0.0, 1.0, exclude_max=True))
+def test_a_plan_that_does_not_fit_is_refused_with_remedies_that_work(arguments: dict[str, Any], share: float) -> None:
+    limit = int(plan(**arguments).arena_bytes * share)
+    message = _refusal(arguments, limit)
+    if message is not None:
+        _follow_every_remedy(arguments, limit, message)
 
 
 def test_the_limit_is_exact() -> None:
@@ -530,38 +532,34 @@ def test_the_limit_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "share"),
+    ("model", "recipes", "share", "worst"),
     [
-        # masked is refused, psum fits
-        ({"spec": EP_RANK, "ladder": [8, 512], "recipes": "masked"}, 0.5),
-        # no path fits the largest bucket, smaller buckets do
-        ({"spec": named_spec("qwen3-30b-a3b"), "ladder": [1, 64, 4096], "recipes": "psum"}, 0.5),
-        # another path needs less, but not enough
-        ({"spec": named_spec("qwen3-30b-a3b"), "ladder": [1], "recipes": "masked"}, 0.01),
-        # the smaller bucket is the one that does not fit
-        ({"spec": named_spec("qwen3-30b-a3b"), "ladder": [8, 16], "recipes": {8: "masked", 16: "psum"}}, 0.75),
-        # nothing fits: the number must not be rounded down
-        ({"spec": SMALL, "ladder": [1], "recipes": "psum"}, 0.0),
-        ({"spec": named_spec("deepseek-v3"), "ladder": [512], "recipes": "psum"}, 0.01),
+        ("qwen3-30b-a3b", {512: "masked"}, 0.75, (512, "masked")),  # psum fits
+        ("qwen3-30b-a3b", {1: "psum", 64: "psum", 4096: "psum"}, 0.5, (4096, "psum")),  # fewer buckets fit
+        ("qwen3-30b-a3b", {1: "masked"}, 0.01, (1, "masked")),  # another path needs less, but not little enough
+        ("qwen3-30b-a3b", {8: "masked", 16: "psum"}, 0.75, (8, "masked")),  # the smaller bucket is the one that does not fit
+        ("qwen3-30b-a3b", {8: "masked", 512: "psum"}, 0.6, (8, "masked")),  # psum is less for the worst bucket, not for the largest
+        ("mixtral-8x7b", {1: "psum"}, 0.0, (1, "psum")),  # nothing fits: a number of MiB or GiB must not be rounded down
+        ("deepseek-v3", {512: "psum"}, 0.01, (512, "psum")),
+        ("deepseek-v3", {4096: "masked"}, 0.01, (4096, "masked")),
     ],
-    ids=["other path", "fewer buckets", "other path not enough", "small bucket is larger", "MiB", "GiB"],
 )
-def test_these_remedies_work(arguments: dict[str, Any], share: float) -> None:
-    limit = int(plan(**arguments).arena_bytes * share)
-    with pytest.raises(ArenaTooLarge) as refused:
-        plan(**arguments, max_arena_bytes=limit)
-    _follow_every_remedy(arguments, limit, str(refused.value))
+def test_these_refusals_name_bucket_bytes_and_remedies_that_work(model: str, recipes: dict[int, str], share: float, worst: tuple[int, str]) -> None:
+    arguments = {"spec": named_spec(model), "ladder": list(recipes), "recipes": recipes}
+    made = plan(**arguments)
+    limit = int(made.arena_bytes * share)
+    message = _refusal(arguments, limit)
+    named = re.search(r"bucket (\d+) needs ([\d.]+) (\w+) in path '(\w+)' but max_arena_bytes is ([\d.]+) (\w+)", message)
+    assert (int(named[1]), named[4]) == worst
+    for number, unit, want in ((named[2], named[3], made.bucket_bytes(made.bucket(worst[0]))), (named[5], named[6], limit)):
+        assert float(number) * _UNIT_BYTES[unit] == pytest.approx(want, rel=0.05)
+    _follow_every_remedy(arguments, limit, message)
 
 
 def test_a_path_that_cannot_hold_the_bucket_is_no_remedy_and_no_error() -> None:
     """Masked would need 2**31 rows, which it cannot index; that is nothing to the caller, who asked for psum."""
     with pytest.raises(ArenaTooLarge, match="bucket 8388608 needs"):
         plan(MoESpec(256, 1, 128, 128), [1 << 23], recipes="psum", max_arena_bytes=1 << 30)
-
-
-def test_auto_does_not_choose_a_path_that_cannot_hold_the_bucket() -> None:
-    [bucket] = plan(MoESpec(64, 1, 128, 128, num_local_experts=32), [1 << 26], max_arena_bytes=1 << 40).buckets
-    assert bucket.recipe == Recipe("psum", block_e=64)
 
 
 def test_rows_that_int32_cannot_index_are_refused_by_number() -> None:
@@ -611,18 +609,20 @@ def test_sizes_that_a_format_cannot_store_are_refused_by_number(fmt: str, diviso
         plan(spec, [1], fmt=fmt)
 
 
-@pytest.mark.parametrize(("fmt", "divisor"), [("fp8_block", 128), ("bf16", 64)])
-@pytest.mark.parametrize("intermediate_size", [32, 100, 192, 704, 1000])
-def test_the_remedy_for_such_a_size_works(fmt: str, divisor: int, intermediate_size: int) -> None:
-    if intermediate_size % divisor == 0:
-        pytest.skip("the format takes it")
+@pytest.mark.parametrize(
+    ("fmt", "divisor", "value"),
+    [("fp8_block", 128, value) for value in (32, 100, 192, 704, 1000)] + [("bf16", 64, value) for value in (32, 100, 1000)],
+)
+def test_the_way_out_of_such_a_size_works(fmt: str, divisor: int, value: int) -> None:
+    """Every other number in the message is a size to use instead; bf16 is named only to those whom it helps."""
     with pytest.raises(UnsupportedShape) as refused:
-        plan(MoESpec(8, 2, 256, intermediate_size), [1], fmt=fmt)
+        plan(MoESpec(8, 2, 256, value), [1], fmt=fmt)
     message = str(refused.value)
-    for below in re.findall(r"nearest below: (\d+)", message):
-        assert plan(MoESpec(8, 2, 256, int(below)), [1], fmt=fmt)
-    if "fmt='bf16'" in message:
-        assert plan(MoESpec(8, 2, 256, intermediate_size), [1], fmt="bf16"), message
+    proposed = {int(number) for number in re.findall(r"\b\d+\b", message)} - {value, divisor}
+    assert value < 2 * divisor or value // divisor * divisor in proposed
+    for other in proposed:
+        assert plan(MoESpec(8, 2, 256, other), [1], fmt=fmt)
+    assert ("fmt='bf16'" in message) == (fmt != "bf16" and value % 64 == 0), message
 
 
 @pytest.mark.parametrize(("arch", "gemm"), [("sm90", "deep_gemm"), ("cpu", "torch")])
@@ -673,7 +673,7 @@ def test_a_plan_needs_no_torch_and_is_the_same_in_every_process(hash_seed: str) 
     """An import of torch by the pure half, or an order of a set or dict that reaches the plan."""
     run = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, str(Path(graphmoe.__file__).parent)],
-        env={"PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
         check=False,

@@ -109,8 +109,7 @@ def test_shards_that_do_not_exist_are_refused_by_number(parts: dict[str, int], n
 
 @pytest.mark.parametrize(
     "parts",
-    [{"tp": 2.0}, {"tp": True}, {"tp": "2"}, {"tp": None}, {"ep": 2.0}, {"ep": True}, {"ep": "2"}]
-    + [{"ep": 2, "ep_rank": rank} for rank in (0.5, 1.0, True, "1", None)],
+    [{"tp": 2.0}, {"tp": True}, {"tp": "2"}, {"ep": 2.0}, {"ep": None}, *({"ep": 2, "ep_rank": rank} for rank in (0.5, True, "1"))],
     ids=repr,
 )
 def test_shard_counts_that_are_not_ints_are_refused(parts: dict[str, object]) -> None:
@@ -130,7 +129,7 @@ def test_numbers_that_are_not_ints_are_refused(name: str, value: object) -> None
 
 @pytest.mark.parametrize("value", [False, 0.0], ids=repr)
 def test_only_the_int_zero_means_all_experts(value: object) -> None:
-    """Found by the test above about once in ten runs; here always."""
+    """The edge of the test above, which it may not draw."""
     with pytest.raises(SpecError, match="num_local_experts"):
         MoESpec(8, 2, 256, 384, num_local_experts=value)
 
@@ -169,14 +168,17 @@ def test_more_distinct_experts_than_there_are_is_refused_and_the_way_out_works()
     assert MoESpec(16, 9, 256, 384, num_local_experts=8).max_experts_per_token == 8
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), "2.5", None, 1j, True, 10**400], ids=lambda value: repr(value)[:8])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), float("-inf"), "2.5", None, 1j, True, 10**400, 1e39], ids=lambda value: repr(value)[:8]
+)
 def test_the_scaling_factor_must_be_a_finite_number(value: object) -> None:
+    """1e39 is infinite in float32, in which the routed sum is scaled."""
     with pytest.raises(SpecError, match="routed_scaling_factor"):
         replace(LAYER, routed_scaling_factor=value)
 
 
 @pytest.mark.parametrize("name", ["gated", "distinct_topk"])
-@pytest.mark.parametrize("value", [1, None, "no", 1.0], ids=repr)
+@pytest.mark.parametrize("value", [1, None, "no"], ids=repr)
 def test_promises_are_bools(name: str, value: object) -> None:
     """The string "no" is true in Python."""
     with pytest.raises(SpecError, match=name):

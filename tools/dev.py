@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"  # of machines without a GPU
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-RUNTIME = ("torch", "numpy", "safetensors", "typer", "rich")
+RUNTIME = ("torch", "filelock", "numpy", "safetensors", "typer", "rich")
 STATIC_CHECKS = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
 MARKER = "graphmoe-dev"  # in an environment that this script made, hence may replace
 STAMP = "graphmoe-dev.stamp"  # what a finished environment was made from

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
 
 from graphmoe.cli.demo import demo
 from graphmoe.cli.plan import plan
@@ -21,5 +20,5 @@ def main() -> None:
     try:
         app()
     except GraphMoEError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -19,7 +19,7 @@ from graphmoe.cli.toy_model import LAYERS, SPEC, ToyModel, write_checkpoint
 from graphmoe.errors import SpecError
 from graphmoe.planner import BucketPlan
 from graphmoe.reference import ROW_ERROR, moe_layer, row_errors
-from graphmoe.runtime import MoERuntime
+from graphmoe.runtime import MoERuntime, resolve_device
 from graphmoe.weights import ExpertWeights
 
 _DEFAULT_TEXT = Path(bounds.__file__)
@@ -45,24 +45,26 @@ def demo(
 ) -> None:
     """Load a small block-FP8 MoE checkpoint, run a decode loop over a text file through the buckets, and check every step."""
     console = make_console()
-    say: Callable[[str], None] = lambda line: console.print(line, highlight=False)  # noqa: E731 - one printer, passed on
+    where = resolve_device(device)
     folder = directory.expanduser() / f"e{SPEC.num_experts}-h{SPEC.hidden_size}-i{SPEC.intermediate_size}-l{LAYERS}"
-    say(f"checkpoint {'written to' if write_checkpoint(folder) else 'found in'} {folder}")
-    layers = [ExpertWeights.load(folder, SPEC, layer, device=device) for layer in range(LAYERS)]
-    with MoERuntime(SPEC, layers=layers, buckets=buckets, path=path, device=device) as runtime:
+    console.print(f"checkpoint {'written to' if write_checkpoint(folder) else 'found in'} {folder}")
+    layers = [ExpertWeights.load(folder, SPEC, layer, device=where) for layer in range(LAYERS)]
+    with MoERuntime(SPEC, layers=layers, buckets=buckets, path=path, device=where) as runtime:
         sequences = _sequences(text, runtime.plan.ladder.largest)
-        say(f"{len(sequences)} sequences of {min(map(len, sequences))} to {max(map(len, sequences))} bytes from {text}")
+        console.print(f"{len(sequences)} sequences of {min(map(len, sequences))} to {max(map(len, sequences))} bytes from {text}")
         if runtime.device.type == "cpu":
-            say("no GPU in use: graphs are emulated, the same step runs on the same static buffers with the kernels' torch twins")
+            console.print("no GPU in use: graphs are emulated, the same step runs on the same static buffers with the kernels' torch twins")
         seen = _decode(runtime, layers, sequences)
         console.print(_table(runtime, seen))
         worst = max(one.worst_row for one in seen.values())
         limit = ROW_ERROR[runtime.plan.fmt]
-        say(f"{sum(one.steps for one in seen.values())} layer steps checked row by row: worst row off by {worst:.4f} of its norm, limit {limit}")
+        console.print(
+            f"{sum(one.steps for one in seen.values())} layer steps checked row by row: worst row off by {worst:.4f} of its norm, limit {limit}"
+        )
         if not worst <= limit:
-            say("[bold red]MISMATCH[/]: the runtime and the dense oracle disagree")
+            console.print("MISMATCH: the runtime and the dense oracle disagree", style="bold red")
             raise typer.Exit(1)
-        say("every step equals the dense oracle")
+        console.print("every step equals the dense oracle")
 
 
 def _sequences(text: Path, most: int) -> list[bytes]:
@@ -71,11 +73,11 @@ def _sequences(text: Path, most: int) -> list[bytes]:
         rest = text.expanduser().read_bytes()
     except OSError as error:
         raise SpecError(f"--text {text} cannot be read: {error}") from error
-    lengths = [max(1, _LONGEST * (index + 1) // most) for index in range(most)]
-    ends = [0, *accumulate(lengths)]
-    if len(rest) < ends[-1]:
-        raise SpecError(f"--text {text} has {len(rest)} bytes, {most} sequences need {ends[-1]}; give a longer text or smaller buckets")
-    return [rest[first:last] for first, last in pairwise(ends)]
+    for longest in range(_LONGEST, 0, -1):
+        ends = [0, *accumulate(max(1, longest * (index + 1) // most) for index in range(most))]
+        if ends[-1] <= len(rest):
+            return [rest[first:last] for first, last in pairwise(ends)]
+    raise SpecError(f"--text {text} has {len(rest)} bytes, {most} sequences need at least one each; give a longer text or smaller buckets")
 
 
 def _decode(runtime: MoERuntime, layers: list[ExpertWeights], sequences: list[bytes]) -> dict[int, _Seen]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from graphmoe import bounds
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console
+from graphmoe.errors import PlanError
 from graphmoe.formats import get_format
 from graphmoe.layout import RowLayout
 from graphmoe.paths.grouped import buffers_of
@@ -42,22 +44,30 @@ def plan(
     """Print every bucket's row bounds and arena bytes, per path and beside what serving engines allocate."""
     spec = named_spec(model).shard(tp=tp, ep=ep)
     ladder = BucketLadder.of(buckets)
-    limit = None if max_arena_gib is None else int(max_arena_gib * 2**30)
+    limit = None if max_arena_gib is None else _bytes_of(max_arena_gib)
     made = make_plan(spec, ladder, fmt=fmt, arch=arch, recipes=path, max_arena_bytes=limit)
     alternatives = {name: make_plan(spec, ladder, fmt=fmt, arch=arch, recipes=recipe) for name, recipe in _COMPARED.items()}
     console = make_console()
     console.print(
         f"{model} tp={tp} ep={ep}: E={spec.num_local_experts} of {spec.num_experts}, K={spec.top_k}, H={spec.hidden_size}, "
-        f"I={spec.intermediate_size}, {fmt}",
-        highlight=False,
+        f"I={spec.intermediate_size}, {fmt}"
     )
     console.print(_rows_table(spec, made))
     console.print(_bytes_table(spec, made, alternatives))
     for line in _summary(spec, made, alternatives):
-        console.print(line, highlight=False)
+        console.print(line)
     if json_path is not None:
-        json_path.write_text(json.dumps(made.to_json(), indent=1))
+        try:
+            json_path.write_text(json.dumps(made.to_json(), indent=1))
+        except OSError as error:
+            raise PlanError(f"the plan cannot be written to {json_path}: {error.strerror}") from error
         console.print(f"plan written to {json_path}")
+
+
+def _bytes_of(gib: float) -> int:
+    if not (math.isfinite(gib) and gib > 0):
+        raise PlanError(f"--max-arena-gib {gib} must be a finite number above 0")
+    return int(gib * 2**30)
 
 
 def _rows_table(spec: MoESpec, made: Plan) -> Table:

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from graphmoe.checkpoint import INDEX_NAME, CheckpointReader, expert_key
 from graphmoe.spec import MoESpec
-from graphmoe.weights import INDEX_NAME, ExpertWeights
+from graphmoe.weights import ExpertWeights
 
 SPEC = MoESpec(num_experts=16, top_k=4, hidden_size=256, intermediate_size=128, routed_scaling_factor=1.5)
 LAYERS = 2
@@ -39,13 +40,15 @@ class ToyModel:
 
 
 def write_checkpoint(directory: Path) -> bool:
-    """Write the experts as a block-FP8 checkpoint under Hugging Face names, once. Returns whether it was written now."""
-    if (directory / INDEX_NAME).is_file():
-        return False
+    """Write the experts as a block-FP8 checkpoint under Hugging Face names, a layer only once. Returns whether any was written now."""
+    known = set(CheckpointReader(directory).keys()) if (directory / INDEX_NAME).is_file() else set()
     generator = torch.Generator().manual_seed(_SEED + 1)
     e, h, i = SPEC.num_experts, SPEC.hidden_size, SPEC.intermediate_size
+    wrote = False
     for layer in range(LAYERS):
         w13 = torch.randn(e, 2 * i, h, generator=generator).bfloat16() / h**0.5
         w2 = torch.randn(e, h, i, generator=generator).bfloat16() / i**0.5
-        ExpertWeights.from_bf16(SPEC, w13, w2).save(directory, layer)
-    return True
+        if expert_key(layer, e - 1, "down_proj") not in known:
+            ExpertWeights.from_bf16(SPEC, w13, w2).save(directory, layer)
+            wrote = True
+    return wrote

@@ -33,9 +33,12 @@ class Format:
         """Raise UnsupportedShape if this format cannot store `spec`."""
         for name, value in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
             if value % self.divisor:
+                below, above = value // self.divisor * self.divisor, -(-value // self.divisor) * self.divisor
+                nearest = f"{below} or {above}" if below else f"{above}"
+                bf16_helps = self.name != "bf16" and not any(size % FORMATS["bf16"].divisor for size in (spec.hidden_size, spec.intermediate_size))
                 raise UnsupportedShape(
-                    f"{name}={value} is not a multiple of {self.divisor}, which format {self.name!r} needs; "
-                    f"use a shard whose size is (nearest below: {value // self.divisor * self.divisor}) or fmt='bf16'"
+                    f"{name}={value} is not a multiple of {self.divisor}, which format {self.name!r} needs; shard it so that it is "
+                    f"(the nearest: {nearest})" + (" or take fmt='bf16'" if bf16_helps else "")
                 )
 
 

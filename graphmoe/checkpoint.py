@@ -1,0 +1,149 @@
+"""Checkpoint directories: safetensors files, the index that says which tensor is where, and the names of experts in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphmoe.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale_inv"
+
+
+def expert_key(layer: int, expert: int, projection: str) -> str:
+    """Name of an expert's weight in Hugging Face checkpoints of Qwen3-MoE and DeepSeek-V3; its scale is this + `SCALE_SUFFIX`."""
+    return f"{expert_prefix(layer, expert)}{projection}.weight"
+
+
+def expert_prefix(layer: int, expert: int) -> str:
+    """What every tensor of one expert begins with."""
+    return f"model.layers.{layer}.mlp.experts.{expert}."
+
+
+class CheckpointReader:
+    """Reads a checkpoint directory, through its index or by looking into every `*.safetensors`; opens each file once.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its index or a file is unreadable; here and in every method.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._open: dict[Path, safe_open] = {}
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            self._files = {key: self.directory / name for key, name in _read_index(index)["weight_map"].items()}
+        else:
+            self._files = {key: path for path in sorted(self.directory.glob("*.safetensors")) for key in self._handle(path).keys()}  # noqa: SIM118
+            if not self._files:
+                raise CheckpointError(f"{self.directory} holds no *.safetensors file")
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._files
+
+    def keys(self) -> Iterable[str]:
+        """Every tensor's name."""
+        return self._files.keys()
+
+    def describe(self, key: str) -> tuple[tuple[int, ...], str]:
+        """Shape and safetensors dtype (`"BF16"`, `"F8_E4M3"`, ...) of a tensor, from its file's header."""
+        try:
+            part = self._handle(self._files[key]).get_slice(key)
+            return tuple(part.get_shape()), str(part.get_dtype())
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._files[key]} has no tensor {key}, though the index says so") from error
+
+    def read(self, key: str) -> Tensor:
+        """The tensor, on the CPU."""
+        try:
+            return self._handle(self._files[key]).get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{key} in {self._files[key]} cannot be read: {error}") from error
+
+    def _handle(self, path: Path) -> safe_open:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return self._open[path]
+
+
+def write_tensors(directory: str | os.PathLike[str], name: str, tensors: Mapping[str, Tensor], *, replaces: Iterable[str]) -> Path:
+    """Write one file of a checkpoint and enter it in the index, which is made if absent.
+
+    The file appears under its name only when it is complete; several processes may write into one directory at a time.
+
+    Args:
+        directory: made if absent.
+        name: file name, `*.safetensors`; a file of that name is replaced.
+        tensors: CPU tensors.
+        replaces: prefixes of tensor names that this file is now the only source of: what the index knew under them is forgotten.
+
+    Returns:
+        the file written.
+    """
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}") from error
+    path = folder / name
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    prefixes = tuple(replaces)
+    index = folder / INDEX_NAME
+    try:
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})
+        with FileLock(folder / f".{INDEX_NAME}.lock"):
+            data = _read_index(index) if index.is_file() else {"weight_map": {}}
+            temporary.replace(path)
+            data["weight_map"] = {
+                key: file for key, file in data["weight_map"].items() if not key.startswith(prefixes) and (file != name or key in tensors)
+            } | dict.fromkeys(tensors, name)
+            metadata = data.get("metadata")
+            data["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": _total_bytes(folder, data["weight_map"])}
+            written = index.with_suffix(f".{os.getpid()}.tmp")
+            written.write_text(json.dumps(data, indent=1, sort_keys=True))
+            written.replace(index)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _read_index(index: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(index.read_text())
+        if not all(isinstance(name, str) for name in data["weight_map"].values()):
+            raise TypeError("weight_map must map tensor names to file names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
+    return data
+
+
+def _total_bytes(folder: Path, weight_map: Mapping[str, str]) -> int:
+    """Bytes of every tensor that the index names, from the files' headers (safetensors: 8 bytes of length, then JSON)."""
+    total = 0
+    for name in set(weight_map.values()):
+        try:
+            with (folder / name).open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            offsets = [entry["data_offsets"] for key, entry in header.items() if weight_map.get(key) == name]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder / name}, which the index names, cannot be read: {error}") from error
+        total += sum(end - start for start, end in offsets)
+    return total

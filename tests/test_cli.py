@@ -1,0 +1,370 @@
+"""The command line as a user meets it: what it prints, what it writes, how it exits, and that no mistake ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import graphmoe
+from graphmoe import BucketLadder, MoESpec, Plan, Recipe, model_names, named_spec, reference
+from graphmoe.cli import app, main
+from graphmoe.weights import ExpertWeights
+
+ROOT = Path(__file__).resolve().parents[1]
+LADDER = "1,8,64"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Many small matrices: more threads than free cores make each of them wait for the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _short_demo(monkeypatch):
+    """8 bytes instead of 64 in the longest sequence, for tests of something other than the decode loop."""
+    monkeypatch.setattr(sys.modules["graphmoe.cli.demo"], "_LONGEST", 8)
+
+
+short_demo = pytest.mark.usefixtures("_short_demo")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run `graphmoe ARGS` in this process: exit code, stdout, stderr. An exception that `main` lets through fails the test."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["graphmoe", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return (caught.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def assert_clean(result: tuple[int, str, str], error: str, *parts: str) -> None:
+    """Exit code 2 and one line on stderr: the error's name, then what is wrong."""
+    code, _, stderr = result
+    assert code == 2
+    assert stderr.endswith("\n")
+    assert stderr.count("\n") == 1, f"not one line: {stderr!r}"
+    assert stderr.startswith(f"{error}: ")
+    for part in parts:
+        assert part in stderr
+
+
+def table(output: str, title: str) -> dict[str, list[str]]:
+    """Rows of the table under `title`, by their first cell."""
+    rows = {}
+    for line in output[output.index(title) :].splitlines()[1:]:
+        if line.startswith("│"):
+            first, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+            rows[first] = cells
+        if line.startswith("└"):
+            break
+    return rows
+
+
+# plan
+
+
+def run_plan(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def mib(plan: Plan) -> str:
+    return f"{plan.arena_bytes / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_every_model_can_be_planned(model):
+    output = run_plan("--model", model, "--buckets", LADDER)
+    spec = named_spec(model)
+    assert f"E={spec.num_experts} of {spec.num_experts}, K={spec.top_k}, H={spec.hidden_size}, I={spec.intermediate_size}, fp8_block" in output
+    rows = table(output, "Row bounds")
+    assert list(rows) == LADDER.split(",")
+    for cells in rows.values():
+        distinct_64, arbitrary_64, distinct_128, arbitrary_128, engines_128, slots, engines_slots = map(int, cells[:7])
+        assert distinct_64 <= arbitrary_64
+        assert distinct_128 <= arbitrary_128 <= engines_128
+        assert slots <= engines_slots
+    summary = " ".join(output.split())
+    for name, recipe in {
+        "masked": Recipe("masked"),
+        "compact 64": Recipe("compact", block_e=64),
+        "compact 128": Recipe("compact", block_e=128),
+    }.items():
+        assert f"{name} {mib(graphmoe.plan(spec, LADDER, recipes=recipe))}" in summary
+    assert f"this plan: {mib(graphmoe.plan(spec, LADDER))} for 3 buckets" in summary
+
+
+def test_the_numbers_of_one_plan():
+    """Worked out by hand. K = 8 of E = 128, T = 64: A = 512 open 128 blocks, and 6 (3) more of 64 (128) rows if experts may repeat."""
+    rows = table(run_plan("--model", "qwen3-30b-a3b", "--buckets", LADDER), "Row bounds")
+    assert rows["64"][:7] == ["8192", "8576", "16384", "16768", "16768", "128", "256"]
+    assert rows["1"][:7] == ["512", "512", "1024", "1024", "16384", "128", "256"]
+    sizes = table(run_plan("--model", "qwen3-30b-a3b", "--buckets", LADDER), "Arena MiB")
+    assert list(sizes) == LADDER.split(",")
+    for column, recipe in enumerate((Recipe("masked"), Recipe("compact", block_e=64), Recipe("compact", block_e=128))):
+        plan = graphmoe.plan(named_spec("qwen3-30b-a3b"), LADDER, recipes=recipe)
+        assert [cells[column] for cells in sizes.values()] == [f"{plan.bucket_bytes(bucket) / 2**20:.1f}" for bucket in plan.buckets]
+    # masked at T = 64: 128 experts of 128 rows. Alive together at most: gate_up bf16 [., 2I] and act rows + scales, or the rows around it.
+    # 16384 rows * max(H + 4 * H / 128 + 4 * I, 4 * I + I + 4 * I / 128, I + 4 * I / 128 + 2 * H), and x and y.
+    h, i = 2048, 768
+    peak = 16384 * max(h + h // 32 + 4 * i, 4 * i + i + i // 32, i + i // 32 + 2 * h)
+    assert float(sizes["64"][0]) == pytest.approx((peak + 2 * 64 * h * 2) / 2**20, rel=0.01)
+
+
+def test_distinct_experts_need_fewer_blocks_on_a_small_expert_parallel_shard():
+    """E = 8, K = 8, T = 64: no expert gets more than 64 rows, so 8 blocks of 128; arbitrary, (512 - 8) // 128 = 3 more."""
+    output = run_plan("--model", "deepseek-v3", "--ep", "32", "--buckets", LADDER)
+    assert "E=8 of 256" in output
+    assert "largest bucket 64, block_e 128: 8 blocks for distinct experts, 11 for arbitrary ones" in output
+    assert table(output, "Row bounds")["64"][2:4] == ["1024", "1408"]
+    summary = " ".join(output.split())
+    assert re.search(r"masked [\d.]+ MiB, compact 64 [\d.]+ MiB, compact 128 [\d.]+ MiB", summary)
+    assert "auto: expert-parallel rank of at most 32 experts" in summary
+    engines = re.search(r"with the engines' bounds: compact ([\d.]+) MiB, masked ([\d.]+) MiB", summary)
+    ours = {name: graphmoe.plan(named_spec("deepseek-v3").shard(ep=32), LADDER, recipes=name).arena_bytes / 2**20 for name in ("compact", "masked")}
+    assert float(engines[1]) > ours["compact"]
+    assert float(engines[2]) > ours["masked"]
+
+
+def test_every_option_reaches_the_plan(tmp_path):
+    file = tmp_path / "plan.json"
+    options = ("--model", "mixtral-8x7b", "--tp", "2", "--ep", "4", "--buckets", "3, 5", "--format", "bf16", "--path", "compact", "--arch", "cpu")
+    output = run_plan(*options, "--max-arena-gib", "3", "--json", str(file))
+    stored = Plan.from_json(json.loads(file.read_text()))
+    spec = MoESpec(8, 2, 4096, 7168, num_local_experts=2)
+    assert stored == graphmoe.plan(spec, [3, 5], fmt="bf16", arch="cpu", recipes="compact", max_arena_bytes=3 << 30)
+    assert stored.fingerprint[:16] in output
+    assert "plan written to" in output
+
+
+WRONG_ARGUMENTS = [
+    (("--model", "gpt-0"), "SpecError", ("unknown model 'gpt-0'", *model_names())),
+    (("--model", "[/]"), "SpecError", ("unknown model '[/]'",)),
+    (("--tp", "5"), "SpecError", ("tp=5 does not divide intermediate_size=768",)),
+    (("--ep", "0"), "SpecError", ("ep=0",)),
+    (("--model", "glm-4.5-air", "--tp", "2"), "UnsupportedShape", ("intermediate_size=704 is not a multiple of 128",)),
+    (("--path", "fastest"), "UnknownRecipe", ("unknown path 'fastest'", "masked", "compact", "psum")),
+    (("--arch", "sm20"), "UnsupportedShape", ("unknown arch 'sm20'",)),
+    (("--format", "int3"), "UnsupportedShape", ("unknown format 'int3'",)),
+    (("--max-arena-gib", "0.001"), "ArenaTooLarge", ("bucket 64", "max_arena_bytes is 1.02 MiB")),
+    (("--max-arena-gib", "nan"), "PlanError", ("nan",)),
+    (("--max-arena-gib", "inf"), "PlanError", ("inf",)),
+    (("--max-arena-gib", "-1"), "PlanError", ("-1",)),
+    (("--buckets", "0,4"), "SpecError", ("positive ints", "0")),
+    (("--buckets", "-4"), "SpecError", ("-4",)),
+    (("--buckets", ","), "SpecError", ()),
+    (("--buckets", ""), "SpecError", ()),
+    (("--buckets", "1 2"), "SpecError", ("1 2",)),
+    (("--buckets", "1,x"), "SpecError", ("1,x", "vllm", "sglang")),
+    (("--buckets", "3000000000"), "UnsupportedShape", ("bucket 3000000000",)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "parts"), WRONG_ARGUMENTS, ids=[" ".join(case[0]) for case in WRONG_ARGUMENTS])
+def test_a_wrong_argument_is_one_clean_line(command, arguments, error, parts):
+    ladder = () if "--buckets" in arguments else ("--buckets", LADDER)
+    assert_clean(command("plan", *ladder, *arguments), error, *parts)
+
+
+@pytest.mark.parametrize("where", ["absent/plan.json", "."])
+def test_a_plan_that_cannot_be_written_is_one_clean_line(command, where, tmp_path):
+    code, _, stderr = command("plan", "--buckets", "1", "--json", tmp_path / where)
+    assert code == 2
+    assert stderr.count("\n") == 1
+    assert str(tmp_path / where) in stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", "--model", "gpt-0"), ("demo", "--device", "cpu", "--buckets", "1", "--text", "/absent")],
+    ids=" ".join,
+)
+def test_a_wrong_argument_is_one_clean_line_of_the_real_process(arguments, tmp_path):
+    place = ("--dir", str(tmp_path)) if arguments[0] == "demo" else ()
+    done = subprocess.run([sys.executable, "-m", "graphmoe", *arguments, *place], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert_clean((done.returncode, done.stdout, done.stderr), "SpecError", arguments[-1])
+    assert "Traceback" not in done.stdout
+
+
+# demo
+
+
+def run_demo(folder: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--dir", str(folder), *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_the_demo_checks_every_bucket_and_keeps_its_checkpoint(tmp_path):
+    """Four sequences of 16, 32, 48 and 64 bytes over 2 layers: bucket 4 serves 32 steps, buckets 2 and 1 serve 16 each."""
+    code, output = run_demo(tmp_path, "--buckets", "1,2,4")
+    assert code == 0, output
+    assert "checkpoint written to" in output
+    assert "4 sequences of 16 to 64 bytes" in output
+    rows = table(output, "2 layers, fp8_block, on cpu")
+    assert list(rows) == ["1", "2", "4"]
+    for name, (path, bound, witness, used, _, kernels, _, _, steps, worst) in rows.items():
+        assert path == "psum block_e=64"
+        assert int(used) <= int(bound) == int(witness)
+        assert int(kernels) == 6
+        assert int(steps) == {"1": 32, "2": 32, "4": 64}[name]
+        assert 0 < float(worst) < 0.06
+    assert "128 layer steps checked row by row" in output
+    assert "every step equals the dense oracle" in output
+
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    assert len(files) == 4  # two layers, the index and its lock
+    code, output = run_demo(tmp_path, "--buckets", "1", "--path", "masked")
+    assert code == 0, output
+    assert "checkpoint found in" in output
+    assert table(output, "2 layers")["1"][0] == "masked row_tile=128"
+    assert files == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+
+
+def _drop_slot(slot):
+    combine = reference.combine
+
+    def broken(rows, row_of, topk_weights, *, scale, out):
+        row_of = row_of.clone()
+        row_of[:, slot] = -1
+        combine(rows, row_of, topk_weights, scale=scale, out=out)
+
+    return "combine", broken
+
+
+def _swap_gate_and_up():
+    act = reference.act
+
+    def broken(gate_up, row_of, *, rows, scales):
+        act(torch.cat(gate_up.chunk(2, dim=-1)[::-1], dim=-1), row_of, rows=rows, scales=scales)
+
+    return "act", broken
+
+
+def _apply_the_factor_twice():
+    combine = reference.combine
+
+    def broken(rows, row_of, topk_weights, *, scale, out):
+        combine(rows, row_of, topk_weights, scale=scale * scale, out=out)
+
+    return "combine", broken
+
+
+def _nan_in_one_step():
+    combine, calls = reference.combine, []
+
+    def broken(rows, row_of, topk_weights, *, scale, out):
+        combine(rows, row_of, topk_weights, scale=scale, out=out)
+        calls.append(None)
+        if len(calls) == 7:
+            out[0] = torch.nan
+
+    return "combine", broken
+
+
+FAULTS = {
+    "first expert dropped": lambda: _drop_slot(0),
+    "last expert dropped": lambda: _drop_slot(3),
+    "gate and up swapped": _swap_gate_and_up,
+    "factor twice": _apply_the_factor_twice,
+    "NaN once": _nan_in_one_step,
+}
+
+
+@short_demo
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_demo_fails_when_the_runtime_is_wrong(fault, tmp_path, monkeypatch):
+    name, broken = FAULTS[fault]()
+    monkeypatch.setattr(reference, name, broken)
+    code, output = run_demo(tmp_path, "--buckets", "1")
+    assert code == 1
+    assert "MISMATCH" in output
+    assert "every step equals the dense oracle" not in output
+
+
+@short_demo
+def test_a_text_that_is_missing_or_too_short_is_one_clean_line(command, tmp_path):
+    arguments = ("demo", "--device", "cpu", "--dir", tmp_path / "checkpoint", "--buckets", "1,2,4")
+    text = tmp_path / "text"
+    assert_clean(command(*arguments, "--text", text), "SpecError", str(text), "cannot be read")
+    text.write_bytes(b"x" * 3)
+    assert_clean(command(*arguments, "--text", text), "SpecError", str(text), "3 bytes", "4 sequences need at least one each")
+    text.write_bytes(b"four")
+    code, output, _ = command(*arguments, "--text", text)
+    assert (code, "every step equals the dense oracle" in output) == (0, True)
+
+
+@short_demo
+def test_a_damaged_checkpoint_is_one_clean_line(command, tmp_path):
+    arguments = ("demo", "--device", "cpu", "--dir", tmp_path, "--buckets", "1")
+    assert run_demo(tmp_path, "--buckets", "1")[0] == 0
+    file = max(tmp_path.rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert_clean(command(*arguments), "CheckpointError", file.name)
+    file.unlink()
+    assert_clean(command(*arguments), "CheckpointError", file.name)
+
+
+@short_demo
+def test_the_demo_recovers_from_an_interrupted_first_run(tmp_path, monkeypatch):
+    save = ExpertWeights.save
+
+    def stop_at_the_second_layer(self, directory, layer=0):
+        if layer == 1:
+            raise KeyboardInterrupt
+        return save(self, directory, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertWeights, "save", stop_at_the_second_layer)
+        CliRunner().invoke(app, ["demo", "--device", "cpu", "--dir", str(tmp_path), "--buckets", "1"])
+    code, output = run_demo(tmp_path, "--buckets", "1")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu", "mps", "meta"])
+def test_a_device_that_is_not_there_is_one_clean_line(command, device, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has that device")
+    assert_clean(command("demo", "--device", device, "--dir", tmp_path, "--buckets", "1"), "InvalidInput", device)
+
+
+def test_a_directory_that_cannot_be_made_is_one_clean_line(command, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, stderr = command("demo", "--device", "cpu", "--dir", tmp_path / "file", "--buckets", "1")
+    assert code == 2
+    assert stderr.count("\n") == 1
+    assert str(tmp_path / "file") in stderr
+
+
+@short_demo
+def test_a_path_with_brackets_is_printed_as_it_is(tmp_path):
+    """Rich reads `[b]` as markup."""
+    folder = tmp_path / "odd[b] [/]"
+    code, output = run_demo(folder, "--buckets", "1")
+    assert code == 0, output
+    assert str(folder) in "".join(output.split("\n"))
+
+
+def test_the_default_text_is_long_enough_for_the_presets_the_help_names():
+    """`--buckets vllm` is 512 sequences, which the default text must feed."""
+    module = sys.modules["graphmoe.cli.demo"]
+    for preset in ("vllm", "sglang"):
+        largest = BucketLadder.preset(preset).largest
+        assert len(module._sequences(module._DEFAULT_TEXT, largest)) == largest

@@ -1,0 +1,697 @@
+"""Expert weights: made from tensors, saved, loaded, and refused. Checkpoints are also written and read here without graphmoe, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphmoe import ExpertWeights, MoESpec
+from graphmoe.errors import CheckpointError, UnsupportedShape, WeightsError, WeightsMismatch
+from tests.checks import random_weights
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = MoESpec(num_experts=4, top_k=2, hidden_size=384, intermediate_size=128)
+"""2I, H and I differ, and so do their numbers of 128-blocks: a transposed or swapped part does not fit."""
+SMALL = MoESpec(num_experts=4, top_k=2, hidden_size=128, intermediate_size=128)
+INDEX = "model.safetensors.index.json"
+FORMATS = ("fp8_block", "bf16")
+PROJECTIONS = ("gate", "up", "down")
+by_format = pytest.mark.parametrize("fmt", FORMATS)
+
+
+def key(layer: int, expert: int, projection: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same(mine: ExpertWeights, want: ExpertWeights) -> None:
+    """Bit for bit, in every tensor."""
+    assert mine.fmt == want.fmt
+    assert mine.tensors().keys() == want.tensors().keys()
+    for name, tensor in want.tensors().items():
+        assert mine.tensors()[name].dtype == tensor.dtype
+        assert torch.equal(raw(mine.tensors()[name]), raw(tensor)), name
+
+
+def part_of(weights: ExpertWeights, spec: MoESpec) -> ExpertWeights:
+    """The experts of `spec`, cut out of full weights by hand."""
+    cut = slice(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
+    return ExpertWeights(spec, weights.fmt, **{name: tensor[cut] for name, tensor in weights.tensors().items()})
+
+
+def distinct_parts(spec: MoESpec) -> tuple[Tensor, Tensor]:
+    """bf16 `w13`, `w2` in which every (expert, projection) has a range of its own: a power of 4 apart, gate negative."""
+    generator = torch.Generator().manual_seed(5)
+    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+
+    def draw(rows: int, columns: int, first: int) -> Tensor:
+        size = 4.0 ** (3 * torch.arange(e) + first - 6)
+        return ((torch.rand(e, rows, columns, generator=generator) + 1) * size[:, None, None]).bfloat16()
+
+    return torch.cat([-draw(i, h, 0), draw(i, h, 1)], dim=1), draw(h, i, 2)
+
+
+def write_by_hand(folder: Path, spec: MoESpec, *, quantised: bool, layer: int = 0, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A checkpoint file without graphmoe: all elements of a projection are one number, its scale (if any) a power of two."""
+    tensors: dict[str, Tensor] = {}
+    for e in range(spec.num_experts):
+        for p, (rows, columns) in enumerate([(spec.intermediate_size, spec.hidden_size)] * 2 + [(spec.hidden_size, spec.intermediate_size)]):
+            name = key(layer, e, PROJECTIONS[p])
+            tensors[name] = torch.full((rows, columns), float(4 + 3 * e + p)).to(torch.float8_e4m3fn if quantised else torch.bfloat16)
+            if quantised:
+                tensors[name + "_scale_inv"] = torch.full((rows // 128, columns // 128), 2.0 ** (p - 9)).to(scale_dtype)
+    folder.mkdir(exist_ok=True, parents=True)
+    save_file(tensors, folder / f"layer-{layer}.safetensors")
+    return tensors
+
+
+def saved(folder: Path, fmt: str = "fp8_block", spec: MoESpec = SPEC, layer: int = 0) -> tuple[Path, dict[str, Tensor]]:
+    """A saved layer without its index, so that a test can rewrite the one file."""
+    path = random_weights(spec, fmt).save(folder, layer)
+    (folder / INDEX).unlink()
+    return path, load_file(path)
+
+
+def stored_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of every tensor that the index names, read from the file that it names."""
+    sizes = {}
+    for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
+        with safe_open(folder / file, framework="pt") as handle:
+            assert name in handle.keys(), f"the index says {file} holds {name}, which it does not"  # noqa: SIM118 - a handle is no dict
+            sizes[name] = handle.get_tensor(name).nbytes
+    return sizes
+
+
+# made from tensors
+
+
+def test_quantised_weights_stay_close_to_every_part_of_the_original():
+    """Ranges a power of 4 apart: a scale of another expert, or of the other half of w13, would be off by 4 or more."""
+    w13, w2 = distinct_parts(SPEC)
+    weights = ExpertWeights.from_bf16(SPEC, w13, w2)
+    assert weights.fmt == "fp8_block"
+    for mine, want in zip(weights.dequantize(), (w13, w2), strict=True):
+        assert mine.dtype == torch.float32
+        assert bool(((mine - want.float()).abs() <= want.float().abs() / 15.9).all())
+
+
+def test_float32_weights_are_taken_too():
+    w13, w2 = (tensor.float() for tensor in distinct_parts(SPEC))
+    assert_same(ExpertWeights.from_bf16(SPEC, w13, w2), ExpertWeights.from_bf16(SPEC, w13.bfloat16(), w2.bfloat16()))
+    kept = ExpertWeights.from_bf16(SPEC, w13 + 1e-4, w2, fmt="bf16")
+    assert kept.w13.dtype == torch.bfloat16
+    assert torch.equal(kept.w13, (w13 + 1e-4).bfloat16())
+
+
+def test_bf16_weights_are_used_in_place():
+    w13, w2 = distinct_parts(SPEC)
+    weights = ExpertWeights.from_bf16(SPEC, w13, w2, fmt="bf16")
+    assert (weights.w13.data_ptr(), weights.w2.data_ptr()) == (w13.data_ptr(), w2.data_ptr())
+    assert weights.w13_scale_inv is None
+    assert weights.w2_scale_inv is None
+    for mine, want in zip(weights.dequantize(), (w13, w2), strict=True):
+        assert torch.equal(mine, want.float())
+
+
+@by_format
+def test_strided_tensors_give_the_same_weights(fmt):
+    w13, w2 = distinct_parts(SPEC)
+    strided = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (w13, w2)]
+    assert not strided[0].is_contiguous()
+    made = ExpertWeights.from_bf16(SPEC, *strided, fmt=fmt)
+    assert_same(made, ExpertWeights.from_bf16(SPEC, w13, w2, fmt=fmt))
+    assert all(tensor.is_contiguous() for tensor in made.tensors().values())
+
+
+def test_fp8_tensors_are_used_in_place_and_mean_payload_times_scale():
+    made = random_weights(SPEC, "fp8_block", seed=3)
+    payload13, scale13, payload2, scale2 = made.w13, made.w13_scale_inv, made.w2, made.w2_scale_inv
+    weights = ExpertWeights.from_fp8(SPEC, payload13, scale13, payload2, scale2)
+    assert [tensor.data_ptr() for tensor in weights.tensors().values()] == [tensor.data_ptr() for tensor in made.tensors().values()]
+    w13, w2 = weights.dequantize()
+    for e, row, column in ((0, 0, 0), (1, 127, 383), (2, 128, 128), (3, 255, 127)):
+        assert w13[e, row, column] == payload13[e, row, column].float() * scale13[e, row // 128, column // 128]
+    for e, row, column in ((0, 0, 0), (1, 383, 127), (2, 128, 64), (3, 127, 5)):
+        assert w2[e, row, column] == payload2[e, row, column].float() * scale2[e, row // 128, 0]
+
+
+def test_scales_of_another_float_dtype_become_float32():
+    made = random_weights(SPEC, "fp8_block")
+    scale13, scale2 = made.w13_scale_inv.bfloat16(), made.w2_scale_inv.half()
+    weights = ExpertWeights.from_fp8(SPEC, made.w13, scale13, made.w2, scale2)
+    assert weights.w13_scale_inv.dtype == weights.w2_scale_inv.dtype == torch.float32
+    assert torch.equal(weights.w13_scale_inv, scale13.float())
+    assert torch.equal(weights.w2_scale_inv, scale2.float())
+
+
+@by_format
+def test_moving_moves_every_tensor(fmt):
+    weights = random_weights(SPEC, fmt)
+    assert weights.to("cpu") is weights
+    moved = weights.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert moved.device.type == "meta"
+    assert moved.tensors().keys() == weights.tensors().keys()
+    e, h, i = 4, 384, 128
+    assert weights.nbytes == 3 * e * h * i * (2 if fmt == "bf16" else 1) + (0 if fmt == "bf16" else 3 * e * (h // 128) * (i // 128) * 4)
+
+
+# save and load
+
+
+@by_format
+def test_a_layer_comes_back_bit_for_bit(fmt, tmp_path):
+    weights = random_weights(SPEC, fmt, seed=7)
+    path = weights.save(tmp_path, layer=3)
+    assert path.parent == tmp_path
+    loaded = ExpertWeights.load(tmp_path, SPEC, layer=3)
+    assert_same(loaded, weights)
+    assert loaded.spec == SPEC
+    assert {file for file in os.listdir(tmp_path) if not file.startswith(".")} == {path.name, INDEX}
+
+
+@by_format
+def test_names_and_halves_are_those_of_hugging_face(fmt, tmp_path):
+    """Read without graphmoe, so a swap of gate and up (or of experts) that `load` would undo is seen."""
+    w13, w2 = distinct_parts(SPEC)
+    path = ExpertWeights.from_bf16(SPEC, w13, w2, fmt=fmt).save(tmp_path, layer=2)
+    tensors = load_file(path)
+    scales = ("", "_scale_inv") if fmt == "fp8_block" else ("",)
+    assert tensors.keys() == {key(2, e, projection) + suffix for e in range(4) for projection in PROJECTIONS for suffix in scales}
+    for e in range(4):
+        for projection, want in (("gate", w13[e, :128]), ("up", w13[e, 128:]), ("down", w2[e])):
+            stored = tensors[key(2, e, projection)]
+            assert stored.shape == want.shape
+            assert stored.dtype == (torch.bfloat16 if fmt == "bf16" else torch.float8_e4m3fn)
+            values = stored.float()
+            if fmt == "fp8_block":
+                scale = tensors[key(2, e, projection) + "_scale_inv"]
+                assert scale.dtype == torch.float32
+                assert scale.shape == (want.shape[0] // 128, want.shape[1] // 128)
+                values = values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            torch.testing.assert_close(values, want.float(), rtol=0.063, atol=0.0)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_checkpoint_written_elsewhere_is_read_by_its_names(quantised, tmp_path):
+    write_by_hand(tmp_path, SPEC, quantised=quantised)
+    weights = ExpertWeights.load(tmp_path, SPEC)
+    assert weights.fmt == ("fp8_block" if quantised else "bf16")
+    w13, w2 = weights.dequantize()
+    for e in range(4):
+        for p, part in enumerate((w13[e, :128], w13[e, 128:], w2[e])):
+            assert bool((part == (4 + 3 * e + p) * (2.0 ** (p - 9) if quantised else 1.0)).all()), f"expert {e}, {PROJECTIONS[p]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
+def test_stored_scales_of_any_float_dtype_are_read_as_float32(dtype, tmp_path):
+    write_by_hand(tmp_path, SPEC, quantised=True, scale_dtype=dtype)
+    weights = ExpertWeights.load(tmp_path, SPEC)
+    assert weights.w13_scale_inv.dtype == weights.w2_scale_inv.dtype == torch.float32
+    assert weights.w13_scale_inv[2].tolist() == [[2.0**-9] * 3, [2.0**-8] * 3]
+    assert weights.w2_scale_inv[2].tolist() == [[2.0**-7]] * 3
+
+
+@by_format
+def test_layers_share_a_directory(fmt, tmp_path):
+    layers = {layer: random_weights(SPEC, fmt, seed=layer) for layer in (0, 1, 11)}
+    for layer, weights in layers.items():
+        weights.save(tmp_path, layer)
+    assert sum(stored_bytes(tmp_path).values()) == sum(weights.nbytes for weights in layers.values())
+    for indexed in (True, False):
+        if not indexed:
+            (tmp_path / INDEX).unlink()
+        for layer, weights in layers.items():
+            assert_same(ExpertWeights.load(tmp_path, SPEC, layer), weights)
+
+
+@by_format
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_rank_reads_its_own_experts_of_a_full_checkpoint(fmt, ep, tmp_path):
+    full = random_weights(SPEC, fmt, seed=1)
+    full.save(tmp_path)
+    for rank in range(ep):
+        spec = SPEC.shard(ep=ep, ep_rank=rank)
+        loaded = ExpertWeights.load(tmp_path, spec)
+        assert loaded.spec == spec
+        assert_same(loaded, part_of(full, spec))
+
+
+@by_format
+def test_ranks_write_one_full_checkpoint(fmt, tmp_path):
+    full = random_weights(SPEC, fmt, seed=2)
+    for rank in (1, 0):
+        path = part_of(full, SPEC.shard(ep=2, ep_rank=rank)).save(tmp_path)
+        assert {name.split(".experts.")[1].split(".")[0] for name in load_file(path)} == {str(2 * rank), str(2 * rank + 1)}
+    assert_same(ExpertWeights.load(tmp_path, SPEC), full)
+    assert sum(stored_bytes(tmp_path).values()) == full.nbytes == json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"]
+    (tmp_path / INDEX).unlink()
+    assert_same(ExpertWeights.load(tmp_path, SPEC), full)
+
+
+_OTHER_RANK = """
+import sys
+from graphmoe import MoESpec
+from tests.checks import random_weights
+weights = random_weights(MoESpec(4, 2, 128, 128).shard(ep=2, ep_rank=1), "bf16", seed=9)
+print("ready", flush=True)
+sys.stdin.readline()
+weights.save(sys.argv[1])
+"""
+
+
+def test_ranks_that_write_at_the_same_time_lose_nothing(tmp_path, monkeypatch):
+    """The other rank saves just before this one's new index takes its place: an index made from an old one would drop its experts."""
+    child = subprocess.Popen([sys.executable, "-c", _OTHER_RANK, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        met = []
+        replace = Path.replace
+
+        def replace_late(self, target):
+            if Path(target).name == INDEX and not met:
+                met.append(target)
+                child.stdin.write("go\n")
+                child.stdin.flush()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for us
+                    child.wait(timeout=2)
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", replace_late)
+        mine = random_weights(SMALL.shard(ep=2, ep_rank=0), "bf16", seed=8)
+        mine.save(tmp_path)
+        assert met, "the index no longer takes its place by Path.replace: this test must find the moment anew"
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.communicate()
+    for rank, want in ((0, mine), (1, random_weights(SMALL.shard(ep=2, ep_rank=1), "bf16", seed=9))):
+        assert_same(ExpertWeights.load(tmp_path, SMALL.shard(ep=2, ep_rank=rank)), want)
+
+
+# saving again
+
+
+@functools.cache
+def _pool(rank: int | None, fmt: str, seed: int) -> ExpertWeights:
+    return random_weights(SMALL if rank is None else SMALL.shard(ep=2, ep_rank=rank), fmt, seed=seed)
+
+
+saves = st.tuples(st.integers(0, 1), st.sampled_from([None, 0, 1]), st.sampled_from(FORMATS), st.integers(0, 2))
+"""Layer, rank of two (None: all experts), format, seed."""
+
+
+@given(history=st.lists(saves, min_size=1, max_size=5))
+def test_the_last_save_of_an_expert_is_what_loads(history):
+    """Any order of layers, slices and formats. Per expert the newest save counts, with none of an older save's scales."""
+    newest: dict[tuple[int, int], tuple[ExpertWeights, int]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for layer, rank, fmt, seed in history:
+            weights = _pool(rank, fmt, seed)
+            weights.save(folder, layer)
+            newest |= {(layer, weights.spec.expert_offset + e): (weights, e) for e in range(weights.spec.num_local_experts)}
+        expected = {
+            key(layer, expert, projection) + suffix
+            for (layer, expert), (weights, _) in newest.items()
+            for projection in PROJECTIONS
+            for suffix in (("", "_scale_inv") if weights.fmt == "fp8_block" else ("",))
+        }
+        sizes = stored_bytes(folder)
+        assert sizes.keys() == expected
+        assert json.loads((folder / INDEX).read_text())["metadata"]["total_size"] == sum(sizes.values())
+        for layer in (0, 1):
+            for spec in (SMALL, SMALL.shard(ep=2, ep_rank=0), SMALL.shard(ep=2, ep_rank=1)):
+                parts = [newest.get((layer, spec.expert_offset + e)) for e in range(spec.num_local_experts)]
+                if None in parts or len({weights.fmt for weights, _ in parts}) > 1:
+                    with pytest.raises(CheckpointError):
+                        ExpertWeights.load(folder, spec, layer)
+                    continue
+                loaded = ExpertWeights.load(folder, spec, layer)
+                for e, (weights, theirs) in enumerate(parts):
+                    for name, tensor in weights.tensors().items():
+                        assert torch.equal(raw(loaded.tensors()[name][e]), raw(tensor[theirs])), f"{name} of expert {e} in layer {layer}"
+
+
+@pytest.mark.parametrize("formats", [("fp8_block", "fp8_block"), ("bf16", "bf16"), ("bf16", "fp8_block"), ("fp8_block", "bf16")], ids="-".join)
+def test_saving_a_layer_again_replaces_it(formats, tmp_path):
+    """bf16 over fp8 must take the scales out of the index; the stated total must be the bytes that are there."""
+    other = random_weights(SPEC, "bf16", seed=5)
+    other.save(tmp_path, layer=1)
+    for seed, fmt in enumerate(formats):
+        weights = random_weights(SPEC, fmt, seed=seed)
+        weights.save(tmp_path)
+    assert_same(ExpertWeights.load(tmp_path, SPEC), weights)
+    assert_same(ExpertWeights.load(tmp_path, SPEC, layer=1), other)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(stored_bytes(tmp_path).values()) == weights.nbytes + other.nbytes
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": {}}, {"metadata": {"total_parameters": 7}}], ids=str)
+def test_saving_beside_an_index_without_a_total_states_one(metadata, tmp_path):
+    tensors = write_by_hand(tmp_path, SPEC, quantised=True, layer=4)
+    (tmp_path / INDEX).write_text(json.dumps({**metadata, "weight_map": dict.fromkeys(tensors, "layer-4.safetensors")}))
+    weights = random_weights(SPEC, "fp8_block")
+    weights.save(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(stored_bytes(tmp_path).values())
+    assert metadata.get("metadata", {}).items() <= index["metadata"].items()
+    assert_same(ExpertWeights.load(tmp_path, SPEC), weights)
+    assert ExpertWeights.load(tmp_path, SPEC, layer=4).fmt == "fp8_block"
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+def test_an_interrupted_save_leaves_no_half_file(failure, tmp_path, monkeypatch):
+    before = random_weights(SPEC, "fp8_block", seed=1)
+    before.save(tmp_path, layer=0)
+    files = sorted(os.listdir(tmp_path))
+
+    def stop_halfway(tensors, path, metadata=None):
+        save_file(tensors, path, metadata)
+        os.truncate(path, os.path.getsize(path) // 2)
+        raise failure
+
+    monkeypatch.setattr("graphmoe.checkpoint.save_file", stop_halfway)
+    for layer in (0, 1):
+        with pytest.raises(type(failure)):
+            random_weights(SPEC, "fp8_block", seed=2).save(tmp_path, layer)
+    assert sorted(os.listdir(tmp_path)) == files
+    assert_same(ExpertWeights.load(tmp_path, SPEC), before)
+
+
+# refusals: tensors
+
+
+WRONG_SHAPES = {
+    "experts": lambda w13, w2: (w13[:3], w2),
+    "gate alone": lambda w13, w2: (w13[:, :128], w2),
+    "transposed": lambda w13, w2: (w13.transpose(1, 2), w2),
+    "w2 transposed": lambda w13, w2: (w13, w2.transpose(1, 2)),
+    "swapped": lambda w13, w2: (w2, w13),
+    "flat": lambda w13, w2: (w13.flatten(), w2),
+}
+
+
+@by_format
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_wrong_shapes_are_refused_with_both_shapes(fmt, wrong):
+    w13, w2 = WRONG_SHAPES[wrong](*distinct_parts(SPEC))
+    name, bad, good = ("w13", w13, (4, 256, 384)) if w13.shape != (4, 256, 384) else ("w2", w2, (4, 384, 128))
+    with pytest.raises(WeightsMismatch) as caught:
+        ExpertWeights.from_bf16(SPEC, w13, w2, fmt=fmt)
+    assert str(caught.value) == f"{name} is {tuple(bad.shape)}, the spec needs {good}"
+    if fmt == "fp8_block":
+        made = random_weights(SPEC, fmt)
+        payloads = [tensor.to(torch.float8_e4m3fn) for tensor in (w13, w2)]
+        with pytest.raises(WeightsMismatch, match=f"{name} is"):
+            ExpertWeights.from_fp8(SPEC, payloads[0], made.w13_scale_inv, payloads[1], made.w2_scale_inv)
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("which", [0, 1])
+def test_wrong_dtypes_are_refused(fmt, dtype, which):
+    tensors = list(distinct_parts(SPEC))
+    tensors[which] = tensors[which].to(dtype)
+    with pytest.raises(WeightsMismatch, match=f"{('w13', 'w2')[which]} is {dtype}, expected torch.bfloat16 or torch.float32"):
+        ExpertWeights.from_bf16(SPEC, *tensors, fmt=fmt)
+
+
+@by_format
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", [0, 1])
+def test_weights_that_are_not_finite_are_refused(fmt, bad, which):
+    tensors = distinct_parts(SPEC)
+    tensors[which][3, 5, 7] = bad
+    with pytest.raises(WeightsMismatch, match=f"{('w13', 'w2')[which]} holds NaN or infinity"):
+        ExpertWeights.from_bf16(SPEC, *tensors, fmt=fmt)
+
+
+def _fp8_parts() -> dict[str, Tensor]:
+    """Arguments of `from_fp8`, by name."""
+    return dict(random_weights(SPEC, "fp8_block").tensors())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e-6])
+@pytest.mark.parametrize("which", ["w13_scale_inv", "w2_scale_inv"])
+def test_scales_that_cannot_be_are_refused(bad, which, tmp_path):
+    parts = _fp8_parts()
+    parts[which] = parts[which].clone()
+    parts[which][2, 1, 0] = bad
+    with pytest.raises(WeightsMismatch, match=f"{which} holds a scale that is NaN, infinite or negative"):
+        ExpertWeights.from_fp8(SPEC, **parts)
+    path, tensors = saved(tmp_path)
+    name = key(0, 2, "up" if which == "w13_scale_inv" else "down") + "_scale_inv"
+    tensors[name][0, 0] = bad
+    save_file(tensors, path)
+    with pytest.raises(WeightsMismatch, match=which):
+        ExpertWeights.load(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize("which", ["w13_scale_inv", "w2_scale_inv"])
+def test_scales_of_a_wrong_shape_are_refused(which):
+    parts = _fp8_parts()
+    parts[which] = parts[which].transpose(1, 2)
+    with pytest.raises(WeightsMismatch, match=f"{which} is"):
+        ExpertWeights.from_fp8(SPEC, **parts)
+
+
+@pytest.mark.parametrize("which", ["w13", "w2"])
+def test_a_payload_that_is_not_e4m3_is_refused(which):
+    parts = _fp8_parts()
+    parts[which] = parts[which].bfloat16()
+    with pytest.raises(WeightsMismatch, match=f"{which} is torch.bfloat16, expected torch.float8_e4m3fn"):
+        ExpertWeights.from_fp8(SPEC, **parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32], ids=str)
+def test_integer_scales_are_refused(dtype, tmp_path):
+    """UE8M0 exponents are stored as integers; 127 means 1.0, and read as 127.0 they would be silently wrong."""
+    parts = _fp8_parts()
+    parts["w13_scale_inv"] = torch.full_like(parts["w13_scale_inv"], 127).to(dtype)
+    with pytest.raises(WeightsMismatch, match="w13_scale_inv"):
+        ExpertWeights.from_fp8(SPEC, **parts)
+    write_by_hand(tmp_path, SPEC, quantised=True, scale_dtype=dtype)
+    with pytest.raises(WeightsError, match="scale_inv"):
+        ExpertWeights.load(tmp_path, SPEC)
+
+
+@pytest.mark.parametrize("which", ["w2", "w13_scale_inv", "w2_scale_inv"])
+def test_fp8_parts_on_two_devices_are_refused(which):
+    parts = _fp8_parts()
+    parts[which] = parts[which].to("meta")
+    with pytest.raises(WeightsMismatch, match=f"{which} is on meta, w13 on cpu"):
+        ExpertWeights.from_fp8(SPEC, **parts)
+
+
+@by_format
+def test_floating_point_weights_on_two_devices_are_refused(fmt):
+    w13, w2 = distinct_parts(SPEC)
+    with pytest.raises(WeightsMismatch, match="w2 is on meta, w13 on cpu"):
+        ExpertWeights.from_bf16(SPEC, w13, w2.to("meta"), fmt=fmt)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "intermediate", "culprit"),
+    [
+        ("fp8_block", 320, 128, "hidden_size=320"),
+        ("fp8_block", 128, 192, "intermediate_size=192"),
+        ("fp8_block", 128, 96, "intermediate_size=96"),
+        ("bf16", 96, 128, "hidden_size=96"),
+        ("bf16", 128, 80, "intermediate_size=80"),
+    ],
+)
+def test_sizes_that_cut_a_block_are_refused_by_name(fmt, hidden, intermediate, culprit, tmp_path):
+    spec = MoESpec(2, 1, hidden, intermediate)
+    w13, w2 = torch.ones(2, 2 * intermediate, hidden).bfloat16(), torch.ones(2, hidden, intermediate).bfloat16()
+    with pytest.raises(UnsupportedShape, match=culprit):
+        ExpertWeights.from_bf16(spec, w13, w2, fmt=fmt)
+    tensors = {}
+    for e in range(2):
+        for projection, part in (("gate", w13[e, :intermediate]), ("up", w13[e, intermediate:]), ("down", w2[e])):
+            tensors[key(0, e, projection)] = part.clone()
+            if fmt == "fp8_block":
+                tensors[key(0, e, projection)] = part.to(torch.float8_e4m3fn)
+                tensors[key(0, e, projection) + "_scale_inv"] = torch.ones(-(-part.shape[0] // 128), -(-part.shape[1] // 128))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedShape, match=culprit):
+        ExpertWeights.load(tmp_path, spec)
+
+
+@pytest.mark.parametrize(
+    ("field", "mine", "other"),
+    [
+        ("num_local_experts", 4, MoESpec(8, 2, 384, 128)),
+        ("num_local_experts", 4, MoESpec(4, 2, 384, 128, num_local_experts=2)),
+        ("expert_offset", 0, MoESpec(8, 2, 384, 128, num_local_experts=4, expert_offset=4)),
+        ("hidden_size", 384, MoESpec(4, 2, 128, 128)),
+        ("intermediate_size", 128, MoESpec(4, 2, 384, 256)),
+    ],
+)
+def test_weights_of_another_layer_are_refused_with_both_numbers(field, mine, other):
+    with pytest.raises(WeightsMismatch, match=f"{field}={mine}, the runtime's spec says {getattr(other, field)}"):
+        random_weights(SPEC, "bf16").check_spec(other)
+
+
+def test_numbers_that_the_weights_do_not_hold_may_differ():
+    random_weights(SPEC, "bf16").check_spec(MoESpec(8, 3, 384, 128, num_local_experts=4, routed_scaling_factor=2.5, distinct_topk=False))
+
+
+# refusals: checkpoints
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("suffix", ["", "_scale_inv"])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("expert", [0, 3])
+def test_a_missing_tensor_is_named(expert, projection, suffix, indexed, tmp_path):
+    path, tensors = saved(tmp_path)
+    gone = key(0, expert, projection) + suffix
+    del tensors[gone]
+    save_file(tensors, path)
+    if indexed:
+        (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, path.name)}))
+    with pytest.raises(CheckpointError, match=f"{gone} missing"):
+        ExpertWeights.load(tmp_path, SPEC)
+
+
+@by_format
+def test_all_missing_tensors_are_counted_in_one_error(fmt, tmp_path):
+    random_weights(SPEC, fmt).save(tmp_path)
+    wanted = MoESpec(6, 2, 384, 128)
+    with pytest.raises(CheckpointError) as caught:
+        ExpertWeights.load(tmp_path, wanted)
+    message = str(caught.value)
+    assert key(0, 4, "gate") in message
+    assert f"and {(12 if fmt == 'fp8_block' else 6) - 5} more missing; spec wants experts 0..5 of layer 0" in message
+    with pytest.raises(CheckpointError, match=r"model\.layers\.9\..*of layer 9"):
+        ExpertWeights.load(tmp_path, SPEC, layer=9)
+
+
+@by_format
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_a_misshapen_tensor_is_named_with_both_shapes(fmt, projection, tmp_path):
+    path, tensors = saved(tmp_path, fmt)
+    name = key(0, 2, projection)
+    good = tuple(tensors[name].shape)
+    tensors[name] = tensors[name].T.contiguous()
+    names = [(name, good[::-1], good)]
+    if fmt == "fp8_block":
+        good = tuple(tensors[name + "_scale_inv"].shape)
+        tensors[name + "_scale_inv"] = torch.ones(good[0] + 1, good[1])
+        names.append((name + "_scale_inv", (good[0] + 1, good[1]), good))
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError) as caught:
+        ExpertWeights.load(tmp_path, SPEC)
+    for name, found, wanted in names:
+        assert f"{name} is {found}, not {wanted}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        *(("bf16", dtype) for dtype in (torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn)),
+        *(("fp8_block", dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e5m2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_a_tensor_of_another_dtype_is_named(fmt, dtype, projection, tmp_path):
+    """Gate and up of two dtypes are concatenated: that must neither promote one silently nor fail inside torch."""
+    path, tensors = saved(tmp_path, fmt, SMALL)
+    for odd in (key(0, 0, projection), key(0, 2, projection)):
+        save_file({**tensors, odd: tensors[odd].to(dtype)}, path)
+        with pytest.raises(CheckpointError, match=odd):
+            ExpertWeights.load(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_a_checkpoint_of_an_unknown_dtype_is_refused(dtype, tmp_path):
+    path, tensors = saved(tmp_path, "bf16", SMALL)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)
+    with pytest.raises(WeightsError, match=r"(?i)bfloat16|BF16"):
+        ExpertWeights.load(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("damage", ["empty", "header cut", "tail cut", "garbage"])
+def test_a_damaged_file_is_named(damage, indexed, tmp_path):
+    path = random_weights(SMALL, "fp8_block").save(tmp_path)
+    if not indexed:
+        (tmp_path / INDEX).unlink()
+    content = path.read_bytes()
+    path.write_bytes({"empty": b"", "header cut": content[:100], "tail cut": content[:-1], "garbage": b"\xff" * 4096}[damage])
+    with pytest.raises(CheckpointError, match=f"{path.name} cannot be read"):
+        ExpertWeights.load(tmp_path, SMALL)
+
+
+def test_two_files_that_hold_one_tensor_need_an_index(tmp_path):
+    """A rank saved its experts again beside the full file: only the index knows which of the two counts."""
+    old = random_weights(SMALL, "bf16", seed=1)
+    full = old.save(tmp_path)
+    new = random_weights(SMALL.shard(ep=2, ep_rank=1), "bf16", seed=2)
+    part = new.save(tmp_path)
+    assert_same(ExpertWeights.load(tmp_path, SMALL.shard(ep=2, ep_rank=1)), new)
+    assert_same(ExpertWeights.load(tmp_path, SMALL.shard(ep=2, ep_rank=0)), part_of(old, SMALL.shard(ep=2, ep_rank=0)))
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        ExpertWeights.load(tmp_path, SMALL)
+    assert full.name in str(caught.value)
+    assert part.name in str(caught.value)
+
+
+def test_no_checkpoint_is_said_to_be_none(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
+            ExpertWeights.load(folder, SPEC)
+
+
+NOT_AN_INDEX = ["", "nonsense", "{}", "[]", "3", "null", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {"%s": 3}}']
+
+
+@pytest.mark.parametrize("text", NOT_AN_INDEX)
+def test_a_broken_index_is_named(text, tmp_path):
+    random_weights(SMALL, "bf16").save(tmp_path)
+    (tmp_path / INDEX).write_text(text.replace("%s", key(0, 0, "gate")))
+    with pytest.raises(CheckpointError, match=f"{INDEX} is not a safetensors index"):
+        ExpertWeights.load(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", "{}"])
+def test_saving_beside_a_broken_index_says_so(text, tmp_path):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{INDEX} is not a safetensors index"):
+        random_weights(SMALL, "bf16").save(tmp_path)
+    assert (tmp_path / INDEX).read_text() == text
+
+
+def test_an_index_that_names_a_wrong_file_is_an_error_with_both_names(tmp_path):
+    random_weights(SMALL, "bf16", seed=1).save(tmp_path, layer=0)
+    other = random_weights(SMALL, "bf16", seed=2).save(tmp_path, layer=1)
+    index = json.loads((tmp_path / INDEX).read_text())
+    moved = key(0, 3, "down")
+    index["weight_map"][moved] = other.name
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{other.name} has no tensor {moved}"):
+        ExpertWeights.load(tmp_path, SMALL)
+    index["weight_map"][moved] = "absent.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"absent\.safetensors cannot be read"):
+        ExpertWeights.load(tmp_path, SMALL)
