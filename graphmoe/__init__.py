@@ -1,6 +1,7 @@
 """graphmoe: a CUDA-graph-first, static-shape execution layer for Mixture-of-Experts inference."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
 
 from graphmoe import bounds, errors
 from graphmoe.buckets import BucketLadder
@@ -12,8 +13,8 @@ from graphmoe.spec import MoESpec, model_names, named_spec
 from graphmoe.weights import ExpertWeights
 
 try:
-    __version__ = version("graphmoe")
-except PackageNotFoundError:  # running from a source tree that was not installed
+    __version__ = _version("graphmoe")
+except _PackageNotFoundError:  # running from a source tree that was not installed
     __version__ = "0+unknown"
 
 __all__ = [

@@ -43,9 +43,7 @@ class CheckpointReader:
         if index.is_file():
             self._files = {key: self.directory / name for key, name in _read_index(index)["weight_map"].items()}
         else:
-            self._files = {key: path for path in sorted(self.directory.glob("*.safetensors")) for key in self._handle(path).keys()}  # noqa: SIM118
-            if not self._files:
-                raise CheckpointError(f"{self.directory} holds no *.safetensors file")
+            self._files = self._look()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -74,6 +72,18 @@ class CheckpointReader:
             return self._handle(self._files[key]).get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{key} in {self._files[key]} cannot be read: {error}") from error
+
+    def _look(self) -> dict[str, Path]:
+        """Where each tensor is, from the files themselves."""
+        files: dict[str, Path] = {}
+        for path in sorted(self.directory.glob("*.safetensors")):
+            for key in self._handle(path).keys():  # noqa: SIM118 - a handle is not a mapping
+                if key in files:
+                    raise CheckpointError(f"{key} is in {files[key].name} and in {path.name}; only an index can say which counts")
+                files[key] = path
+        if not files:
+            raise CheckpointError(f"{self.directory} holds no *.safetensors file")
+        return files
 
     def _handle(self, path: Path) -> safe_open:
         if path not in self._open:
@@ -104,7 +114,7 @@ def write_tensors(directory: str | os.PathLike[str], name: str, tensors: Mapping
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be made: {error.strerror}") from error
     path = folder / name
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary, new_index = path.with_suffix(f".{os.getpid()}.tmp"), folder / f".{INDEX_NAME}.{os.getpid()}.tmp"
     prefixes = tuple(replaces)
     index = folder / INDEX_NAME
     try:
@@ -117,11 +127,11 @@ def write_tensors(directory: str | os.PathLike[str], name: str, tensors: Mapping
             } | dict.fromkeys(tensors, name)
             metadata = data.get("metadata")
             data["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": _total_bytes(folder, data["weight_map"])}
-            written = index.with_suffix(f".{os.getpid()}.tmp")
-            written.write_text(json.dumps(data, indent=1, sort_keys=True))
-            written.replace(index)
+            new_index.write_text(json.dumps(data, indent=1, sort_keys=True))
+            new_index.replace(index)
     finally:
         temporary.unlink(missing_ok=True)
+        new_index.unlink(missing_ok=True)
     return path
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from graphmoe import reference
 from graphmoe.arena import Arena
 from graphmoe.buckets import BucketLadder, Overflow
+from graphmoe.call import check_call, refuse_shifted_overlap
 from graphmoe.capture import CapturedStep, capture_step, pool_bytes, prove, side_stream
+from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.flag import StickyFlag
 from graphmoe.gemm import GroupedGemm
@@ -127,7 +129,7 @@ class MoERuntime:
             spec,
             BucketLadder.of(buckets, overflow),
             fmt=all_weights[0].fmt,
-            arch="cpu" if self.device.type == "cpu" else _arch(self.device),
+            arch=arch_of(self.device),
             recipes=path,
             max_arena_bytes=max_arena_bytes,
             guard_bytes=guard_bytes,
@@ -296,14 +298,14 @@ class MoERuntime:
     def _call(self, layer: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         with self._lock, torch.no_grad():
             self._check_open()
-            tokens = self._check_call(x, topk_ids, topk_weights, out)
+            tokens = check_call(self.spec, self.device, x, topk_ids, topk_weights, out)
             chunks = self.plan.ladder.chunks(tokens)
             if len(chunks) > 1 and out is None:
                 raise InvalidInput(
                     f"{tokens} tokens run in {len(chunks)} chunks of the largest bucket {self.plan.ladder.largest}: pass out= for the result"
                 )
             if len(chunks) > 1 and out is not None:
-                _refuse_shifted_overlap(x, out)
+                refuse_shifted_overlap(x, out)
             with self._use() as replays:
                 if out is None:
                     return self._run(layer, x, topk_ids, topk_weights, replays)
@@ -379,28 +381,6 @@ class MoERuntime:
         if self._closed:
             raise RuntimeClosed("the runtime was closed; build a new MoERuntime")
 
-    def _check_call(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> int:
-        h, k = self.spec.hidden_size, self.spec.top_k
-        if x.dim() != 2 or x.shape[1] != h:
-            raise InvalidInput(f"x is {tuple(x.shape)}, expected [t, {h}] (hidden_size)")
-        tokens = x.shape[0]
-        self._check_tensor("x", x, (tokens, h), (torch.bfloat16,))
-        self._check_tensor("topk_ids", topk_ids, (tokens, k), (torch.int32, torch.int64))
-        self._check_tensor("topk_weights", topk_weights, (tokens, k), (torch.float32,))
-        if x.stride(1) != 1 and h > 1 and tokens > 0:
-            raise InvalidInput(f"x has column stride {x.stride(1)}; pass x.contiguous()")
-        if out is not None:
-            self._check_tensor("out", out, (tokens, h), (torch.bfloat16,))
-        return tokens
-
-    def _check_tensor(self, name: str, tensor: Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise InvalidInput(f"{name} is {tuple(tensor.shape)}, expected {shape}")
-        if tensor.dtype not in dtypes:
-            raise InvalidInput(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
-        if tensor.device != self.device:
-            raise InvalidInput(f"{name} is on {tensor.device}, the runtime on {self.device}; move it with .to({str(self.device)!r})")
-
     def _release(self) -> None:
         for captured in self._graphs.values():
             captured.graph.reset()
@@ -418,41 +398,3 @@ def _backend(made: Plan, device: torch.device) -> tuple[Ops, GroupedGemm]:
     from graphmoe.gemm.deep_gemm import DeepGemm
 
     return kernels, DeepGemm(made.fmt, device)
-
-
-def resolve_device(device: torch.device | str) -> torch.device:
-    """A device that a runtime can use, with its index.
-
-    Raises:
-        InvalidInput: neither a CUDA device that torch sees nor the CPU.
-    """
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidInput(f"device {device!r} is not supported; supported: cuda, cpu") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"device {resolved} is not supported; supported: cuda, cpu")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"device {resolved} was asked for, but torch {torch.__version__} sees no CUDA device; use device='cpu'")
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
-
-
-def _arch(device: torch.device) -> str:
-    major, _ = torch.cuda.get_device_capability(device)
-    return f"sm{major}0"
-
-
-def _refuse_shifted_overlap(x: Tensor, out: Tensor) -> None:
-    """Chunks are written while later ones are still to be read: `out` may be `x` itself or apart from it, not a shifted view of its memory."""
-    same = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
-    x_first, x_last = _extent(x)
-    out_first, out_last = _extent(out)
-    if not same and x_first < out_last and out_first < x_last:
-        raise InvalidInput("out overlaps x without being x: a chunked call would overwrite tokens that it has not read yet; pass a separate out")
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

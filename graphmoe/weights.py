@@ -76,8 +76,8 @@ class ExpertWeights:
         """
         get_format("fp8_block").check(spec)
         for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv)):
-            if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise WeightsMismatch(f"{name} is {scale.dtype}, expected torch.float32, torch.bfloat16 or torch.float16")
+            if not scale.dtype.is_floating_point:
+                raise WeightsMismatch(f"{name} is {scale.dtype}, expected a floating dtype: {_SCALE_DTYPES}")
         scales = [scale.float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
         return cls(spec, "fp8_block", w13.contiguous(), w2.contiguous(), *scales)._checked()
 

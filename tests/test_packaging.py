@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("weights", "planner"),
     ("arena", "measure"),
-    ("step",),
+    ("step", "call", "device"),
     ("audit",),
     ("capture",),
     ("runtime",),

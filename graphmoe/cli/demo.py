@@ -16,10 +16,11 @@ from torch import Tensor
 from graphmoe import bounds, measure
 from graphmoe.cli.console import make_console
 from graphmoe.cli.toy_model import LAYERS, SPEC, ToyModel, write_checkpoint
+from graphmoe.device import resolve_device
 from graphmoe.errors import SpecError
 from graphmoe.planner import BucketPlan
 from graphmoe.reference import ROW_ERROR, moe_layer, row_errors
-from graphmoe.runtime import MoERuntime, resolve_device
+from graphmoe.runtime import MoERuntime
 from graphmoe.weights import ExpertWeights
 
 _DEFAULT_TEXT = Path(bounds.__file__)

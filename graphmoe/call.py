@@ -1,0 +1,48 @@
+"""What a call's tensors must be, checked before anything is launched; errors name the numbers and the way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphmoe.errors import InvalidInput
+from graphmoe.spec import MoESpec
+
+
+def check_call(spec: MoESpec, device: torch.device, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> int:
+    """The number of tokens of a call, or InvalidInput. See `MoERuntime.__call__` for what each tensor must be."""
+    h, k = spec.hidden_size, spec.top_k
+    if x.dim() != 2 or x.shape[1] != h:
+        raise InvalidInput(f"x is {tuple(x.shape)}, expected [t, {h}] (hidden_size)")
+    tokens = x.shape[0]
+    _check_tensor("x", x, (tokens, h), (torch.bfloat16,), device)
+    _check_tensor("topk_ids", topk_ids, (tokens, k), (torch.int32, torch.int64), device)
+    _check_tensor("topk_weights", topk_weights, (tokens, k), (torch.float32,), device)
+    if x.stride(1) != 1 and h > 1 and tokens > 0:
+        raise InvalidInput(f"x has column stride {x.stride(1)}; pass x.contiguous()")
+    if out is not None:
+        _check_tensor("out", out, (tokens, h), (torch.bfloat16,), device)
+    return tokens
+
+
+def refuse_shifted_overlap(x: Tensor, out: Tensor) -> None:
+    """Chunks are written while later ones are still to be read: `out` may be `x` itself or apart from it, not a shifted view of its memory."""
+    same = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
+    x_first, x_last = _extent(x)
+    out_first, out_last = _extent(out)
+    if not same and x_first < out_last and out_first < x_last:
+        raise InvalidInput("out overlaps x without being x: a chunked call would overwrite tokens that it has not read yet; pass a separate out")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if tuple(tensor.shape) != shape:
+        raise InvalidInput(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+    if tensor.dtype not in dtypes:
+        raise InvalidInput(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
+    if tensor.device != device:
+        raise InvalidInput(f"{name} is on {tensor.device}, the runtime on {device}; move it with .to({str(device)!r})")
