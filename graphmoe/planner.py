@@ -26,7 +26,7 @@ ALIGNMENT = 256
 Wish = Recipe | str
 """A recipe, a path's name, or "auto"."""
 
-_GEMM_OF_ARCH = {"sm90": "deep_gemm", "cpu": "torch"}
+_GEMM_OF_ARCH = {"sm90": "deep_gemm", "sm100": "deep_gemm", "cpu": "torch"}
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def plan(
     Args:
         spec: the layer.
         ladder: batch sizes: a BucketLadder, a preset's name, or ints.
-        fmt: weight format, `"fp8_block"` or `"bf16"`.
-        arch: `"sm90"` (deep_gemm) or `"cpu"` (torch).
+        fmt: weight format, `"fp8_block"`, `"ue8m0"` or `"bf16"`; activations between the stages take the same scales.
+        arch: `"sm90"` (deep_gemm), `"sm100"` (deep_gemm with packed scales; not run on Blackwell yet) or `"cpu"` (torch).
         recipes: one recipe or path name for all buckets, `"auto"`, or a mapping from bucket to recipe (buckets it leaves out are auto).
         max_arena_bytes: refuse a larger arena.
         guard_bytes: bytes behind every buffer that nothing may write (for verification).
@@ -187,10 +187,10 @@ def plan(
         UnknownRecipe, UnsupportedShape, ArenaTooLarge.
     """
     ladder = BucketLadder.of(ladder)
-    weight_format = get_format(fmt)
-    weight_format.check(spec)
     if arch not in _GEMM_OF_ARCH:
         raise UnsupportedShape(f"unknown arch {arch!r}; known: {', '.join(_GEMM_OF_ARCH)}")
+    weight_format = get_format(fmt).on(arch)
+    weight_format.check(spec)
     if isinstance(guard_bytes, bool) or not isinstance(guard_bytes, int) or guard_bytes < 0:
         raise PlanError(f"guard_bytes={guard_bytes} must be an int of at least 0")
     if isinstance(recipes, Mapping) and not set(recipes) <= set(ladder.sizes):

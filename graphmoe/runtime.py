@@ -22,6 +22,7 @@ from graphmoe.capture import CapturedStep, capture_step, pool_bytes, prove, side
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.flag import StickyFlag
+from graphmoe.formats import get_format
 from graphmoe.gemm import GroupedGemm
 from graphmoe.ops import Ops
 from graphmoe.paths import get_path
@@ -142,7 +143,7 @@ class MoERuntime:
         self._streams: dict[int, torch.cuda.Stream] = {}
         started = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
-            self._build([one.to(self.device) for one in all_weights], progress)
+            self._build([one.to(self.device).prepared(self.plan.arch) for one in all_weights], progress)
         self._build_seconds = time.perf_counter() - started
         self.layers = tuple(MoELayer(self, index) for index in range(len(all_weights)))
         logger.info(
@@ -240,6 +241,7 @@ class MoERuntime:
 
     def _build(self, weights: list[ExpertWeights], progress: bool) -> None:
         ops, gemm = _backend(self.plan, self.device)
+        fmt = get_format(self.plan.fmt).on(self.plan.arch)
         self._ops = ops
         self._arena = Arena(self.plan, self.device)
         static = {buffer.name: self._arena.view(buffer) for buffer in self.plan.static}
@@ -251,7 +253,7 @@ class MoERuntime:
             t = bucket.tokens
             buffers = {"flags": static["flags"], **{buffer.name: self._arena.view(buffer) for buffer in bucket.buffers}}
             path = get_path(bucket.recipe.path)
-            bound = tuple(path.bind(self.spec, t, bucket.options, buffers, one, ops, gemm) for one in weights)
+            bound = tuple(path.bind(self.spec, fmt, t, bucket.options, buffers, one, ops, gemm) for one in weights)
             self._buckets[t] = _Bucket(StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t]), static["y"][:t], bound)
         if self.device.type == "cuda":
             self._last_use = torch.cuda.Event()

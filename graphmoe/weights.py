@@ -13,8 +13,9 @@ from torch import Tensor
 
 from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, expert_prefix, write_tensors
 from graphmoe.errors import CheckpointError, WeightsMismatch
-from graphmoe.formats import BLOCK, get_format
+from graphmoe.formats import BLOCK, ScaleFormat, get_format
 from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
+from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
 from graphmoe.spec import MoESpec
 
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -26,7 +27,7 @@ class ExpertWeights:
 
     Attributes:
         spec: the layer they belong to.
-        fmt: `"fp8_block"` or `"bf16"`.
+        fmt: `"fp8_block"`, `"ue8m0"` (its scales are powers of two) or `"bf16"`.
         w13: `[E, 2I, H]`, gate rows first; e4m3 or bf16.
         w2: `[E, H, I]`.
         w13_scale_inv: float32 `[E, 2I/128, H/128]`, or None for bf16.
@@ -48,7 +49,7 @@ class ExpertWeights:
             spec: the layer.
             w13: bf16 (or float32) `[E, 2I, H]`, gate first.
             w2: bf16 (or float32) `[E, H, I]`.
-            fmt: `"fp8_block"` or `"bf16"`. BF16 tensors kept as BF16 are used in place, not copied.
+            fmt: `"fp8_block"`, `"ue8m0"` or `"bf16"`. BF16 tensors kept as BF16 are used in place, not copied.
 
         Raises:
             WeightsMismatch: shapes, dtypes or devices that do not fit; NaN or infinity in the weights.
@@ -64,28 +65,78 @@ class ExpertWeights:
                 raise WeightsMismatch(f"{name} holds NaN or infinity")
         if fmt == "bf16":
             return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())._checked()
-        return cls._from_experts(spec, ((*quantize_weight(w13[e]), *quantize_weight(w2[e])) for e in range(spec.num_local_experts)), w13.device)
+        experts = ((*quantize_weight(w13[e]), *quantize_weight(w2[e])) for e in range(spec.num_local_experts))
+        made = cls._from_experts(spec, "fp8_block", experts, w13.device)
+        return made if fmt == made.fmt else made.requantize(fmt)
 
     @classmethod
-    def from_fp8(cls, spec: MoESpec, w13: Tensor, w13_scale_inv: Tensor, w2: Tensor, w2_scale_inv: Tensor) -> ExpertWeights:
+    def from_fp8(
+        cls, spec: MoESpec, w13: Tensor, w13_scale_inv: Tensor, w2: Tensor, w2_scale_inv: Tensor, *, fmt: str | None = None
+    ) -> ExpertWeights:
         """Weights from e4m3 payloads and their 128x128 block scales (`value = payload * scale_inv`); used in place where contiguous.
 
+        Args:
+            spec: the layer.
+            w13: e4m3 `[E, 2I, H]`, gate first.
+            w13_scale_inv: floating `[E, 2I/128, H/128]`; kept as float32.
+            w2: e4m3 `[E, H, I]`.
+            w2_scale_inv: floating `[E, H/128, I/128]`.
+            fmt: `"fp8_block"`, or `"ue8m0"` for scales that are powers of two. By default what the scales' dtype says:
+                `float8_e8m0fnu` is `"ue8m0"`.
+
         Raises:
-            WeightsMismatch: shapes, dtypes or devices that do not fit; a scale that is NaN, infinite or negative.
+            WeightsMismatch: shapes, dtypes or devices that do not fit, scale dtypes that contradict each other; a scale that is NaN, infinite or
+                negative, or not a power of two where the format promises one.
             UnsupportedShape: H or I not a multiple of 128.
         """
-        get_format("fp8_block").check(spec)
-        for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv)):
-            if not scale.dtype.is_floating_point:
-                raise WeightsMismatch(f"{name} is {scale.dtype}, expected a floating dtype: {_SCALE_DTYPES}")
+        stored = [_format_of_scale(name, scale) for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv))]
+        if fmt is None and stored[0] != stored[1]:
+            dtypes = f"w13_scale_inv is {w13_scale_inv.dtype}, w2_scale_inv is {w2_scale_inv.dtype}"
+            raise WeightsMismatch(f"{dtypes}: two scale formats in one layer; say which with fmt=")
+        fmt = fmt or stored[0]
+        if fmt not in ("fp8_block", "ue8m0"):
+            raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
+        get_format(fmt).check(spec)
         scales = [scale.float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
-        return cls(spec, "fp8_block", w13.contiguous(), w2.contiguous(), *scales)._checked()
+        return cls(spec, fmt, w13.contiguous(), w2.contiguous(), *scales)._checked()
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
         if self.w13_scale_inv is None or self.w2_scale_inv is None:
             return self.w13.float(), self.w2.float()
         return dequantize_weight(self.w13, self.w13_scale_inv), dequantize_weight(self.w2, self.w2_scale_inv)
+
+    def requantize(self, fmt: str) -> ExpertWeights:
+        """These weights with power-of-two scales: both pairs, scale and payload, exact for each block's true values.
+
+        Works in place, one expert at a time: peak memory is the weights plus one expert in float64. Tensors keep their storage, so a runtime
+        that was built on them computes with the new values in its next replay; this object's own label stays what it was: use the one returned.
+
+        Args:
+            fmt: `"ue8m0"`. Weights that already are of this format come back as they are.
+
+        Raises:
+            WeightsMismatch: a format that these weights cannot be requantised to.
+        """
+        if fmt == self.fmt:
+            return self
+        if fmt != "ue8m0" or self.w13_scale_inv is None or self.w2_scale_inv is None:
+            raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}; 'fp8_block' can, to 'ue8m0'")
+        for payload, scale in ((self.w13, self.w13_scale_inv), (self.w2, self.w2_scale_inv)):
+            for e in range(self.spec.num_local_experts):
+                new_payload, new_scale = requantize_ue8m0(payload[e], scale[e])
+                payload[e].copy_(new_payload)
+                scale[e].copy_(new_scale)
+        return replace(self, fmt=fmt)
+
+    def prepared(self, arch: str) -> ExpertWeights:
+        """These weights as an arch's GEMM takes them: themselves, or on SM100 with scales packed per row (payloads are shared)."""
+        if get_format(self.fmt).on(arch).scales is not ScaleFormat.UE8M0_PACKED:
+            return self
+        assert self.w13_scale_inv is not None
+        assert self.w2_scale_inv is not None
+        w13_scale = pack_weight_scale(self.w13_scale_inv, self.w13.shape[1])
+        return replace(self, w13_scale_inv=w13_scale, w2_scale_inv=pack_weight_scale(self.w2_scale_inv, self.w2.shape[1]))
 
     def to(self, device: torch.device | str) -> ExpertWeights:
         """The same weights on another device; itself if already there."""
@@ -116,6 +167,7 @@ class ExpertWeights:
     def save(self, directory: str | os.PathLike[str], layer: int = 0) -> Path:
         """Write this layer under the per-expert Hugging Face names, one safetensors file a layer, and enter it in the index.
 
+        Scales are stored as float32, those of format `ue8m0` as `float8_e8m0fnu`.
         A file appears under its final name only when it is complete; what the checkpoint held of these experts is replaced.
         An expert-parallel rank writes its own experts under their global ids; several ranks may write into one directory at a time.
 
@@ -128,7 +180,8 @@ class ExpertWeights:
                 key = expert_key(layer, spec.expert_offset + e, name)
                 tensors[key] = part.contiguous().cpu()
                 if scale is not None:
-                    tensors[key + SCALE_SUFFIX] = scale.contiguous().cpu()
+                    stored = scale.to(torch.float8_e8m0fnu) if self.fmt == "ue8m0" else scale
+                    tensors[key + SCALE_SUFFIX] = stored.contiguous().cpu()
         experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
         part_name = "" if len(experts) == spec.num_experts else f"-experts-{experts.start:04d}-{experts.stop - 1:04d}"
         name = f"model-layer-{layer:05d}{part_name}.safetensors"
@@ -170,7 +223,11 @@ class ExpertWeights:
                     wrong.append(f"{key} is {dtype}, not {' or '.join(dtypes)}")
             if wrong:
                 raise CheckpointError(f"{directory}: {_some(wrong)}")
-            get_format("fp8_block" if quantised else "bf16").check(spec)
+            scale_dtypes = {reader.describe(key)[1] == "F8_E8M0" for key in wanted if key.endswith(SCALE_SUFFIX)}
+            if len(scale_dtypes) > 1:
+                raise CheckpointError(f"{directory}: layer {layer} has F8_E8M0 scales beside others; requantise the layer as a whole")
+            fmt = "bf16" if not quantised else "ue8m0" if scale_dtypes == {True} else "fp8_block"
+            get_format(fmt).check(spec)
 
             def read(e: int) -> tuple[Tensor, ...]:
                 gate, up, down = (reader.read(expert_key(layer, e, name)) for name in shapes)
@@ -179,10 +236,10 @@ class ExpertWeights:
                 gate_scale, up_scale, down_scale = (reader.read(expert_key(layer, e, name) + SCALE_SUFFIX).float() for name in shapes)
                 return torch.cat([gate, up]), torch.cat([gate_scale, up_scale]), down, down_scale
 
-            return cls._from_experts(spec, (read(e) for e in experts), torch.device(device))
+            return cls._from_experts(spec, fmt, (read(e) for e in experts), torch.device(device))
 
     @classmethod
-    def _from_experts(cls, spec: MoESpec, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
+    def _from_experts(cls, spec: MoESpec, fmt: str, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
         """Stack experts as they come, one at a time: `(w13, w2)` for bf16, `(w13, scale, w2, scale)` for block FP8."""
         stacked: list[Tensor] = []
         for e, parts in enumerate(experts):
@@ -191,15 +248,15 @@ class ExpertWeights:
             for whole, part in zip(stacked, parts, strict=True):
                 whole[e].copy_(part)
         if len(stacked) == 2:
-            return cls(spec, "bf16", *stacked)._checked()
+            return cls(spec, fmt, *stacked)._checked()
         w13, w13_scale, w2, w2_scale = stacked
-        return cls(spec, "fp8_block", w13, w2, w13_scale, w2_scale)._checked()
+        return cls(spec, fmt, w13, w2, w13_scale, w2_scale)._checked()
 
     def _checked(self) -> ExpertWeights:
         spec = self.spec
         payload = torch.bfloat16 if self.fmt == "bf16" else torch.float8_e4m3fn
         expected = {"w13": _w13_shape(spec), "w2": _w2_shape(spec)}
-        if self.fmt == "fp8_block":
+        if self.fmt != "bf16":
             e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
             expected |= {"w13_scale_inv": (e, 2 * i // BLOCK, h // BLOCK), "w2_scale_inv": (e, h // BLOCK, i // BLOCK)}
         for name, tensor in self.tensors().items():
@@ -208,6 +265,8 @@ class ExpertWeights:
                 raise WeightsMismatch(f"{name} is on {tensor.device}, w13 on {self.device}; move them to one device")
             if name.endswith("scale_inv") and not bool((tensor.isfinite() & (tensor >= 0)).all()):
                 raise WeightsMismatch(f"{name} holds a scale that is NaN, infinite or negative")
+            if name.endswith("scale_inv") and self.fmt == "ue8m0" and not bool(is_power_of_two(tensor).all()):
+                raise WeightsMismatch(f"{name} holds a scale that is not a power of two in 2^-126 .. 2^127, which format 'ue8m0' promises")
         return self
 
     def _checkpoint_parts(self, e: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -231,6 +290,12 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torc
         raise WeightsMismatch(f"{name} is {tuple(tensor.shape)}, the spec needs {shape}")
     if tensor.dtype not in dtypes:
         raise WeightsMismatch(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
+
+
+def _format_of_scale(name: str, scale: Tensor) -> str:
+    if not scale.dtype.is_floating_point:
+        raise WeightsMismatch(f"{name} is {scale.dtype}, expected a floating dtype")
+    return "ue8m0" if scale.dtype == torch.float8_e8m0fnu else "fp8_block"
 
 
 def _some(items: list[str]) -> str:

@@ -35,9 +35,10 @@ def main() -> None:
         pointers = dict.fromkeys(("topk_ids", "row_of", "groups", "flags"), "*i32")
         sizes = {"ASSIGNMENTS": 4096, "TOP_K": 8, "EXPERTS": 130, "BINS": 256, "ALIGN": 64, "SEGMENT_ROWS": 8192, "BLOCK": 1024}
         compile_kernel(_route_kernel, pointers, KIND=kind, DISTINCT=distinct, **sizes)
-    for quantise in (True, False):
-        rows = {"rows": "*fp8e4nv" if quantise else "*bf16", "row_of": "*i32", "scales": "*fp32" if quantise else "*bf16"}
-        sizes = {"SEGMENT_ROWS": 8192, "QUANTISE": quantise, "GROUP": 128}
+    for scales, power_of_two in (("*bf16", False), ("*fp32", False), ("*fp32", True), ("*u8", True)):
+        quantise = scales != "*bf16"
+        rows = {"rows": "*fp8e4nv" if quantise else "*bf16", "row_of": "*i32", "scales": scales}
+        sizes = {"SEGMENT_ROWS": 8192, "QUANTISE": quantise, "POWER_OF_TWO": power_of_two, "PACKED": scales == "*u8", "GROUP": 128}
         compile_kernel(_scatter_kernel, {"x": "*bf16", **rows}, COLUMNS=7168, TOP_K=8, GROUPS=8, **sizes)
         compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, COLUMNS=768, GROUPS=4, **sizes)
     pointers = {"rows": "*bf16", "row_of": "*i32", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}

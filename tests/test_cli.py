@@ -252,8 +252,8 @@ def _drop_slot(slot):
 def _swap_gate_and_up():
     act = reference.act
 
-    def broken(gate_up, row_of, *, rows, scales):
-        act(torch.cat(gate_up.chunk(2, dim=-1)[::-1], dim=-1), row_of, rows=rows, scales=scales)
+    def broken(gate_up, row_of, **out):
+        act(torch.cat(gate_up.chunk(2, dim=-1)[::-1], dim=-1), row_of, **out)
 
     return "act", broken
 

@@ -100,7 +100,7 @@ def test_scatter_and_combine(routing: strategies.Routing, seed: int) -> None:
         filled = []
         for ops in (kernels, reference):
             rows = torch.full((layout.segments, layout.segment_rows, spec.hidden_size), torch.nan, dtype=torch.bfloat16)
-            ops.scatter(x, row_of, rows=rows, scales=None)
+            ops.scatter(x, row_of, rows=rows, scales=None, scale_format=None)
             filled.append(rows)
         assert torch.equal(bits(filled[0]), bits(filled[1]))
         if routing.tokens > 1:
@@ -146,7 +146,7 @@ def test_act_is_within_one_bf16_step_of_its_twin() -> None:
     results = []
     for ops in (kernels, reference):
         rows = torch.full((layout.segments, layout.segment_rows, 256), 9.0).bfloat16()
-        ops.act(gate_up, row_of, rows=rows, scales=None)
+        ops.act(gate_up, row_of, rows=rows, scales=None, scale_format=None)
         results.append(rows.float())
     mine, twin = results
     assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-30).all())

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import graphmoe
 from graphmoe import BucketLadder, MoESpec, Plan, Recipe, bounds, named_spec, plan
 from graphmoe.errors import ArenaTooLarge, PlanError, SchemaMismatch, UnknownRecipe, UnsupportedShape
+from graphmoe.formats import get_format
 from graphmoe.paths import get_path
 from graphmoe.paths.base import BufferSpec, Stage
 from graphmoe.planner import PlacedBuffer, place
@@ -105,6 +106,7 @@ def test_the_arena_ends_where_its_last_buffer_ends(arguments: dict[str, Any]) ->
     assert all(buffer.offset % 256 == 0 <= buffer.offset for buffer in every)
     assert made.static_bytes == end(made.static)
     assert made.arena_bytes == end(every)
+    assert all(min(buffer.offset for buffer in bucket.buffers) == made.static_bytes for bucket in made.buckets)
     assert [made.bucket_bytes(bucket) for bucket in made.buckets] == [end([*made.static, *bucket.buffers]) for bucket in made.buckets]
 
 
@@ -207,7 +209,7 @@ def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: s
     ops = SimpleNamespace(route=record, scatter=record, act=record, combine=record)
     weights = SimpleNamespace(w13="w13", w13_scale_inv=None, w2="w2", w2_scale_inv=None)
     names = {buffer.name: buffer.name for buffer in bucket.buffers} | {"flags": "flags"}
-    bound = get_path(path).bind(SMALL, 16, bucket.options, names, weights, ops, record)
+    bound = get_path(path).bind(SMALL, get_format(fmt), 16, bucket.options, names, weights, ops, record)
     bound.route("topk_ids")
     bound.up("x")
     bound.down()
@@ -634,8 +636,8 @@ def test_each_arch_has_its_gemm(arch: str, gemm: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "names"),
     [
-        ({"fmt": "int4"}, r"'int4'.*fp8_block, bf16"),
-        ({"arch": "sm70"}, r"'sm70'.*sm90, cpu"),
+        ({"fmt": "int4"}, r"'int4'.*fp8_block, ue8m0, bf16"),
+        ({"arch": "sm70"}, r"'sm70'.*sm90, sm100, cpu"),
         ({"guard_bytes": -1}, r"guard_bytes=-1"),
         ({"guard_bytes": 1.5}, r"guard_bytes=1.5"),
         ({"guard_bytes": None}, r"guard_bytes=None"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from graphmoe.errors import UnsupportedShape
 from graphmoe.spec import MoESpec
@@ -11,23 +12,52 @@ BLOCK = 128
 """Side of a weight block and length of an activation group of block FP8 (DeepSeek-V3's format)."""
 
 
+class ScaleFormat(Enum):
+    """How scales of e4m3 payloads are held; `value = payload * scale` in each.
+
+    - `FLOAT32`: any float32.
+    - `UE8M0`: float32 whose every value is a power of two; what deep_gemm consumes on SM90.
+    - `UE8M0_PACKED`: four exponent bytes in an int32, rows contiguous; what deep_gemm consumes on SM100.
+    """
+
+    FLOAT32 = "float32"
+    UE8M0 = "ue8m0"
+    UE8M0_PACKED = "ue8m0_packed"
+
+
+SCALES_PER_WORD = 4
+"""Exponents in one int32 of `UE8M0_PACKED`."""
+
+
 @dataclass(frozen=True)
 class Format:
     """What a plan needs to know of a weight format.
 
     Attributes:
-        name: `"bf16"` or `"fp8_block"`.
+        name: `"bf16"`, `"fp8_block"` or `"ue8m0"` (block FP8 whose scales are powers of two).
         activation_dtype: dtype of activation rows between the stages, a torch dtype's name.
-        activation_scales: whether those rows carry one float32 scale per 128 columns.
+        scales: how scales are held, one per 128x128 weight block and per 1x128 activation group; None without scales.
         divisor: H and I must be multiples of it.
         weight_bytes: bytes of one weight element, scales not counted.
     """
 
     name: str
     activation_dtype: str
-    activation_scales: bool
+    scales: ScaleFormat | None
     divisor: int
     weight_bytes: int
+
+    def on(self, arch: str) -> Format:
+        """This format as an arch's GEMM consumes it: deep_gemm on SM100 takes power-of-two scales, packed.
+
+        Raises:
+            UnsupportedShape: float32 scales on SM100.
+        """
+        if arch != "sm100" or self.scales is None:
+            return self
+        if self.scales is ScaleFormat.FLOAT32:
+            raise UnsupportedShape(f"format {self.name!r} has float32 scales, sm100 takes powers of two: use weights.requantize('ue8m0')")
+        return replace(self, scales=ScaleFormat.UE8M0_PACKED)
 
     def check(self, spec: MoESpec) -> None:
         """Raise UnsupportedShape if this format cannot store `spec`."""
@@ -43,9 +73,10 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "fp8_block": Format("fp8_block", "float8_e4m3fn", activation_scales=True, divisor=BLOCK, weight_bytes=1),
+    "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bytes=1),
+    "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bytes=1),
     # deep_gemm's BF16 grouped GEMM takes K in multiples of 64.
-    "bf16": Format("bf16", "bfloat16", activation_scales=False, divisor=64, weight_bytes=2),
+    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bytes=2),
 }
 
 

@@ -1,8 +1,9 @@
 """UE8M0 scales: powers of two, held as float32 or packed as exponent bytes. Exact at and next to powers of two: exponent bits, never a logarithm.
 
-A scale is the smallest power of two `s` with `amax <= 448 * s`, clamped to `2^-126 .. 2^127`. `448 = 1.75 * 2^8`, so with `amax = m * 2^x`, `1 <= m < 2`:
-`s = 2^(x - 8)` if `m <= 1.75`, else `2^(x - 7)`. The format is that of DeepSeek-V3.1 checkpoints (`scale_fmt: ue8m0`) and of deep_gemm on SM100,
-which takes four exponents of one row packed into an int32, lowest group in the lowest byte, rows contiguous and padded to 16 bytes.
+A scale is the smallest power of two `s` with `amax <= 448 * s`, clamped to `2^-126 .. 2^127`. `448 = 1.75 * 2^8`, so with `amax = m * 2^x` and
+`1 <= m < 2`: `s = 2^(x - 8)` if `m <= 1.75`, else `2^(x - 7)`. The format is that of DeepSeek-V3.1 checkpoints (`scale_fmt: ue8m0`) and of
+deep_gemm on SM100, which takes four exponents of one row packed into an int32, the lowest group in the lowest byte, rows contiguous and padded
+to 16 bytes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import torch
 from torch import Tensor
 
 from graphmoe.errors import WeightsError
-from graphmoe.formats import BLOCK
+from graphmoe.formats import BLOCK, SCALES_PER_WORD
 from graphmoe.formats.fp8_block import E4M3_MAX, to_e4m3
 
-PACK = 4
-"""Exponents in one int32 word."""
 TMA_ROWS = 4
 """Rows of packed words are padded to this many: 16 bytes, what a TMA copy needs."""
 
@@ -90,11 +89,24 @@ def pack(scale: Tensor) -> Tensor:
         Byte `j` of word `w` is the biased exponent of column `4w + j`; columns beyond `S` are 0.
     """
     rows, columns = scale.shape[-2:]
-    words = -(-columns // PACK)
+    words = -(-columns // SCALES_PER_WORD)
     exponents = (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    padded = torch.nn.functional.pad(exponents, (0, words * PACK - columns, 0, -rows % TMA_ROWS))
-    stored = padded.unflatten(-1, (words, PACK)).transpose(-3, -2).contiguous()  # [..., words, rows, 4]
+    padded = torch.nn.functional.pad(exponents, (0, words * SCALES_PER_WORD - columns, 0, -rows % TMA_ROWS))
+    stored = padded.unflatten(-1, (words, SCALES_PER_WORD)).transpose(-3, -2).contiguous()  # [..., words, rows, 4]
     return stored.view(torch.int32).squeeze(-1)[..., :rows].transpose(-1, -2)
+
+
+def pack_weight_scale(scale: Tensor, rows: int) -> Tensor:
+    """Block scales of a weight as deep_gemm on SM100 takes them: one per (row, 128 columns), packed.
+
+    Args:
+        scale: float32 `[E, ceil(N/128), K/128]`, powers of two.
+        rows: `N`.
+
+    Returns:
+        int32 `[E, N, ceil(K/512)]` in the layout of `pack`.
+    """
+    return pack(scale.repeat_interleave(BLOCK, -2)[..., :rows, :])
 
 
 def unpack(words: Tensor, columns: int) -> Tensor:
@@ -110,7 +122,9 @@ def _check(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> None:
         raise WeightsError(f"weight is {weight.dtype}, expected torch.float8_e4m3fn")
     want = (*weight.shape[:-2], -(-weight.shape[-2] // block[0]), -(-weight.shape[-1] // block[1]))
     if tuple(scale_inv.shape) != want or not scale_inv.dtype.is_floating_point:
-        raise WeightsError(f"scale_inv is {scale_inv.dtype} {tuple(scale_inv.shape)}, expected floating {want} for {tuple(weight.shape)} in blocks of {block}")
+        raise WeightsError(
+            f"scale_inv is {scale_inv.dtype} {tuple(scale_inv.shape)}, expected floating {want} for {tuple(weight.shape)} in blocks of {block}"
+        )
     if not bool((scale_inv.float().isfinite() & (scale_inv.float() >= 0)).all()):
         raise WeightsError("scale_inv holds a scale that is NaN, infinite or negative")
 

@@ -30,9 +30,9 @@ class GroupedGemm(Protocol):
         Args:
             layout: where rows live and what `groups` means.
             a: e4m3 or bf16 `[segments, segment_rows, K]`.
-            a_scales: float32 `[segments, K/128, segment_rows]`, or None for bf16.
+            a_scales: float32 `[segments, K/128, segment_rows]`, packed int32 `[segments, ceil(K/512), segment_rows]`, or None for bf16.
             b: e4m3 or bf16 `[E, N, K]`.
-            b_scales: float32 `[E, ceil(N/128), K/128]`, or None for bf16.
+            b_scales: float32 `[E, ceil(N/128), K/128]`, packed int32 `[E, N, ceil(K/512)]`, or None for bf16.
             groups: int32, see RowLayout.
             out: bf16 `[segments, segment_rows, N]`.
             expected_rows: rows an expert gets on average; a tuning hint.

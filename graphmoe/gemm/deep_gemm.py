@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.errors import MissingBackend, WrongBackend
-from graphmoe.formats.fp8_block import quantize_rows, quantize_weight
+from graphmoe.formats import ue8m0
+from graphmoe.formats.fp8_block import quantize_weight
 from graphmoe.gemm.torch import TorchGemm
 from graphmoe.layout import RowLayout
 
@@ -39,7 +40,7 @@ _CHECKED: set[tuple[str, int]] = set()
 
 
 class DeepGemm:
-    """Grouped GEMMs of the installed deep_gemm, on SM90.
+    """Grouped GEMMs of the installed deep_gemm: on SM90 with float32 scales, on SM100 with packed ones (that one has not been run).
 
     Args:
         fmt: weight format it will be called with; its self-check runs that format.
@@ -57,8 +58,8 @@ class DeepGemm:
         self._masked = _resolve(self._module, f"{kind}_masked")
         self._contiguous = _resolve(self._module, f"{kind}_contiguous")
         major, minor = torch.cuda.get_device_capability(device)
-        if major != 9:
-            raise MissingBackend(f"deep_gemm is driven for SM90 here, this device is SM{major}{minor}")
+        if major not in (9, 10):
+            raise MissingBackend(f"deep_gemm's grouped GEMMs are for SM90 and SM100, this device is SM{major}{minor}")
         with _LOCK:
             if (kind, device.index or 0) not in _CHECKED:
                 self._self_check(kind, device)
@@ -97,8 +98,10 @@ class DeepGemm:
             a, b = a.bfloat16(), b.bfloat16()
             a_scales = b_scales = None
         else:
-            (a, a_rows), (b, b_scales) = quantize_rows(a), quantize_weight(b)
+            (a, a_rows), (b, b_scales) = ue8m0.quantize_rows(a), ue8m0.requantize_ue8m0(*quantize_weight(b))
             a_scales = a_rows.transpose(1, 2).contiguous()
+            if torch.cuda.get_device_capability(device)[0] == 10:
+                a_scales, b_scales = ue8m0.pack(a_rows).transpose(1, 2), ue8m0.pack_weight_scale(b_scales, b.shape[1])
         try:
             self(layout, a, a_scales, b, b_scales, groups, out, 64)
             torch.cuda.synchronize(device)

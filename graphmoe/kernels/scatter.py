@@ -1,7 +1,7 @@
 """Scatter: every token into the rows of its experts, quantised on the way where the format is FP8.
 
 x       bf16  [T, H]               static     row_of  int32 [T, K]           arena, negative: no row
-rows    e4m3 or bf16 [S, R, H]     arena      scales  f32   [S, H/128, R]    arena, or None for bf16
+rows    e4m3 or bf16 [S, R, H]     arena      scales  [S, H/128, R] float32, or [S, ceil(H/512), R] packed int32; None for bf16
 
 A program reads its columns of a token once, rounds them once, and stores them K times.
 """
@@ -13,13 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.formats import BLOCK as GROUP
-from graphmoe.kernels.quantise import quantise_groups
+from graphmoe.formats import ScaleFormat
+from graphmoe.kernels.quantise import quantise_groups, scale_arguments, store_scales
 
 
 @triton.jit
 def _scatter_kernel(
     x, row_of, rows, scales,
-    COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SEGMENT_ROWS: tl.constexpr, QUANTISE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SEGMENT_ROWS: tl.constexpr,
+    QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -27,7 +29,7 @@ def _scatter_kernel(
     inside = column < COLUMNS
     values = tl.load(x + token * COLUMNS + column, mask=inside, other=0.0)
     if QUANTISE:
-        payload, scale = quantise_groups(values.to(tl.float32))
+        payload, scale = quantise_groups(values.to(tl.float32), POWER_OF_TWO)
     else:
         payload = values
     for k in range(TOP_K):
@@ -35,16 +37,14 @@ def _scatter_kernel(
         if row >= 0:
             tl.store(rows + row * COLUMNS + column, payload, mask=inside)
             if QUANTISE:
-                segment = row // SEGMENT_ROWS
-                at = (segment * (COLUMNS // GROUP) + group) * SEGMENT_ROWS + row % SEGMENT_ROWS
-                tl.store(scales + at, scale, mask=group < COLUMNS // GROUP)
+                store_scales(scales, scale, row, group, COLUMNS // GROUP, SEGMENT_ROWS, PACKED)
 
 
-def scatter(x: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None) -> None:
+def scatter(x: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None, scale_format: ScaleFormat | None) -> None:
     """Write each token into the rows of its assignments; rows that no assignment owns are left as they are. One launch, no allocation."""
     tokens, columns = x.shape
-    groups = min(8, triton.next_power_of_2(triton.cdiv(columns, GROUP)))
+    groups = min(8, max(4, triton.next_power_of_2(triton.cdiv(columns, GROUP))))
+    scale_pointer, flags = scale_arguments(rows, scales, scale_format)
     _scatter_kernel[(tokens, triton.cdiv(columns, groups * GROUP))](
-        x, row_of, rows, rows if scales is None else scales,
-        COLUMNS=columns, TOP_K=row_of.shape[1], SEGMENT_ROWS=rows.shape[1], QUANTISE=scales is not None, GROUPS=groups, GROUP=GROUP,
+        x, row_of, rows, scale_pointer, COLUMNS=columns, TOP_K=row_of.shape[1], SEGMENT_ROWS=rows.shape[1], GROUPS=groups, GROUP=GROUP, **flags,
     )  # fmt: skip

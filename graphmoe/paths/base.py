@@ -88,6 +88,7 @@ class Path(Protocol):
     def bind(
         self,
         spec: MoESpec,
+        fmt: Format,
         tokens: int,
         options: Mapping[str, int],
         buffers: Mapping[str, Tensor],

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphmoe.formats import BLOCK, Format
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, ScaleFormat
 from graphmoe.layout import LayoutKind, RowLayout
 from graphmoe.paths.base import BufferSpec, Stage, choose
 from graphmoe.recipe import Recipe
@@ -40,7 +40,7 @@ class GroupedPath:
         return choose(recipe, row_tile=(128, 64)) if self.name == "masked" else choose(recipe, block_e=(64, 128))
 
     def supports(self, spec: MoESpec, fmt: Format, arch: str) -> str | None:
-        return None if arch in ("cpu", "sm90") else f"deep_gemm's {self.name} layout has not been run on {arch}; supported: sm90, cpu"
+        return None if arch in ("cpu", "sm90", "sm100") else f"deep_gemm has no grouped GEMM for {arch}; supported: sm90, sm100, cpu"
 
     def layout(self, spec: MoESpec, tokens: int, options: Mapping[str, int]) -> RowLayout:
         if self.name == "masked":
@@ -56,6 +56,7 @@ class GroupedPath:
     def bind(
         self,
         spec: MoESpec,
+        fmt: Format,
         tokens: int,
         options: Mapping[str, int],
         buffers: Mapping[str, Tensor],
@@ -64,7 +65,7 @@ class GroupedPath:
         gemm: GroupedGemm,
     ) -> BoundGrouped:
         expected_rows = max(1, -(-tokens * spec.top_k // spec.num_experts))
-        return BoundGrouped(spec, self.layout(spec, tokens, options), expected_rows, buffers, weights, ops, gemm)
+        return BoundGrouped(spec, fmt.scales, self.layout(spec, tokens, options), expected_rows, buffers, weights, ops, gemm)
 
     def check_blocks(self, options: Mapping[str, int], gemm_threads: tuple[int, ...]) -> str | None:
         tile = options.get("row_tile")
@@ -87,7 +88,8 @@ def buffers_of(layout: RowLayout, spec: MoESpec, fmt: Format, tokens: int) -> tu
         return (layout.segments, layout.segment_rows, columns)
 
     def scales(columns: int) -> tuple[int, int, int]:
-        return (layout.segments, columns // BLOCK, layout.segment_rows)
+        packed = fmt.scales is ScaleFormat.UE8M0_PACKED
+        return (layout.segments, -(-columns // (BLOCK * SCALES_PER_WORD)) if packed else columns // BLOCK, layout.segment_rows)
 
     buffers = [
         BufferSpec("row_of", (tokens, spec.top_k), "int32", Stage.ROUTE, Stage.COMBINE),
@@ -97,9 +99,10 @@ def buffers_of(layout: RowLayout, spec: MoESpec, fmt: Format, tokens: int) -> tu
         BufferSpec("act_rows", rows(i), fmt.activation_dtype, Stage.ACT, Stage.DOWN),
         BufferSpec("down_rows", rows(h), "bfloat16", Stage.DOWN, Stage.COMBINE),
     ]
-    if fmt.activation_scales:
-        buffers.append(BufferSpec("x_scales", scales(h), "float32", Stage.SCATTER, Stage.UP))
-        buffers.append(BufferSpec("act_scales", scales(i), "float32", Stage.ACT, Stage.DOWN))
+    if fmt.scales is not None:
+        dtype = "int32" if fmt.scales is ScaleFormat.UE8M0_PACKED else "float32"
+        buffers.append(BufferSpec("x_scales", scales(h), dtype, Stage.SCATTER, Stage.UP))
+        buffers.append(BufferSpec("act_scales", scales(i), dtype, Stage.ACT, Stage.DOWN))
     return tuple(buffers)
 
 
@@ -108,6 +111,7 @@ class BoundGrouped:
     """One layer's grouped step over one bucket's buffers."""
 
     spec: MoESpec
+    scale_format: ScaleFormat | None
     layout: RowLayout
     expected_rows: int
     buffers: Mapping[str, Tensor]
@@ -122,9 +126,9 @@ class BoundGrouped:
 
     def up(self, x: Tensor) -> None:
         b = self.buffers
-        self.ops.scatter(x, b["row_of"], rows=b["x_rows"], scales=b.get("x_scales"))
+        self.ops.scatter(x, b["row_of"], rows=b["x_rows"], scales=b.get("x_scales"), scale_format=self.scale_format)
         self._gemm("x", self.weights.w13, self.weights.w13_scale_inv, b["gate_up"])
-        self.ops.act(b["gate_up"], b["row_of"], rows=b["act_rows"], scales=b.get("act_scales"))
+        self.ops.act(b["gate_up"], b["row_of"], rows=b["act_rows"], scales=b.get("act_scales"), scale_format=self.scale_format)
 
     def down(self) -> None:
         self._gemm("act", self.weights.w2, self.weights.w2_scale_inv, self.buffers["down_rows"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROW_ERROR = {"fp8_block": 0.06, "bf16": 0.01}
+ROW_ERROR = {"fp8_block": 0.06, "ue8m0": 0.06, "bf16": 0.01}
 """Largest relative error of one row against `moe_layer`, which rounds where the format does.
 
 bf16: gate, up, the product and the result are each rounded by at most 2^-9, which adds up to about 0.3 %.
-fp8_block: Hopper accumulates FP8 products in fewer than 24 bits, about 2^-10 of a row's norm. That is enough to move gate and up by a bf16 step, a
-group's scale with them, and so where its values fall on the e4m3 grid. Rounding to that grid costs about 2.6 % of a row's norm; two roundings that
-have lost all relation differ by sqrt(2) times that, 3.7 %, and single rows by up to half as much again. A lost expert moves its row by 14 % or more.
+fp8_block, ue8m0: Hopper accumulates FP8 products in fewer than 24 bits, about 2^-10 of a row's norm. That is enough to move gate and up by a
+bf16 step, a group's scale with them, and so where its values fall on the e4m3 grid. Rounding to that grid costs about 2.6 % of a row's norm; two
+roundings that have lost all relation differ by sqrt(2) times that, 3.7 %, and single rows by up to half as much again. A lost expert moves its row
+by 14 % or more.
 """
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight, quantize_rows
+from graphmoe.formats import ScaleFormat, fp8_block, get_format, ue8m0
+from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight
 
 if TYPE_CHECKING:
     from graphmoe.weights import ExpertWeights
@@ -29,8 +30,10 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
     """
     spec = weights.spec
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    rounded = quantise_activations and weights.fmt == "fp8_block"
-    source = dequantize_rows(*quantize_rows(x)) if rounded else x
+    scales = get_format(weights.fmt).scales
+    rounded = quantise_activations and scales is not None
+    quantise = fp8_block.quantize_rows if scales is ScaleFormat.FLOAT32 else ue8m0.quantize_rows
+    source = dequantize_rows(*quantise(x)) if rounded else x
     for e in range(spec.num_local_experts):
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         if token.numel() == 0:
@@ -40,7 +43,7 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
         gate, up = (gate_up.to(torch.bfloat16).double() if quantise_activations else gate_up).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * up
         if rounded:
-            hidden = dequantize_rows(*quantize_rows(hidden)).double()
+            hidden = dequantize_rows(*quantise(hidden)).double()
         elif quantise_activations:
             hidden = hidden.to(torch.bfloat16).double()
         out.index_add_(0, token, (hidden @ w2.T) * topk_weights[token, slot, None].double())

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from graphmoe import MoESpec, kernels, reference
-from graphmoe.formats import BLOCK
+from graphmoe.formats import BLOCK, ScaleFormat
+from graphmoe.formats.ue8m0 import unpack
 from graphmoe.layout import RowLayout
 from tests.checks import bits, routings
 
@@ -50,8 +51,9 @@ def test_route_equals_its_twin_exactly(name: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "K > E", "K = E"])
-@pytest.mark.parametrize("quantised", [True, False])
-def test_scatter_and_act_equal_their_twins(name: str, quantised: bool) -> None:
+@pytest.mark.parametrize("scale_format", [None, *ScaleFormat], ids=str)
+def test_scatter_and_act_equal_their_twins(name: str, scale_format: ScaleFormat | None) -> None:
+    quantised, packed = scale_format is not None, scale_format is ScaleFormat.UE8M0_PACKED
     spec, tokens = SPECS[name], 65
     generator = torch.Generator(device="cuda").manual_seed(1)
     for layout in layouts(spec, tokens):
@@ -69,10 +71,22 @@ def test_scatter_and_act_equal_their_twins(name: str, quantised: bool) -> None:
             for ops in (kernels, reference):
                 dtype = torch.float8_e4m3fn if quantised else torch.bfloat16
                 rows = torch.full((layout.segments, layout.segment_rows, columns), 0.0, device="cuda").to(dtype)
-                scales = torch.full((layout.segments, columns // BLOCK, layout.segment_rows), 7.0, device="cuda") if quantised else None
-                getattr(ops, op)(source, row_of, rows=rows, scales=scales)
-                results.append((rows.float(), scales))
+                scales = None
+                if packed:
+                    scales = torch.full((layout.segments, -(-columns // 512), layout.segment_rows), 0x7E7E7E7E, dtype=torch.int32, device="cuda")
+                elif quantised:
+                    scales = torch.full((layout.segments, columns // BLOCK, layout.segment_rows), 7.0, device="cuda")
+                getattr(ops, op)(source, row_of, rows=rows, scales=scales, scale_format=scale_format)
+                if packed and op == "scatter":
+                    results.append((rows.float(), scales))
+                    continue
+                floats = unpack(scales.transpose(1, 2), columns // BLOCK).transpose(1, 2) if packed else scales
+                results.append((rows.float(), floats))
             (mine, mine_scales), (twin, twin_scales) = results
+            if packed and op == "scatter":  # bit for bit, unused bytes included
+                assert torch.equal(mine_scales, twin_scales)
+                assert torch.equal(mine.nan_to_num(0.5), twin.nan_to_num(0.5))
+                continue
             if quantised:
                 assert mine_scales is not None
                 assert twin_scales is not None
