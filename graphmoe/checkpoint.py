@@ -24,9 +24,14 @@ def expert_key(layer: int, expert: int, projection: str) -> str:
     return f"{expert_prefix(layer, expert)}{projection}.weight"
 
 
+def experts_prefix(layer: int) -> str:
+    """What every tensor of a layer's routed experts begins with; fused ones continue with `gate_up_proj` or `down_proj`."""
+    return f"model.layers.{layer}.mlp.experts."
+
+
 def expert_prefix(layer: int, expert: int) -> str:
     """What every tensor of one expert begins with."""
-    return f"model.layers.{layer}.mlp.experts.{expert}."
+    return f"{experts_prefix(layer)}{expert}."
 
 
 class CheckpointReader:
@@ -72,6 +77,14 @@ class CheckpointReader:
             return self._handle(self._files[key]).get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{key} in {self._files[key]} cannot be read: {error}") from error
+
+    def read_rows(self, key: str, index: int, rows: slice) -> Tensor:
+        """`tensor[index, rows]` of a three-dimensional tensor, on the CPU; nothing else of it is read."""
+        try:
+            part: Tensor = self._handle(self._files[key]).get_slice(key)[index : index + 1, rows]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{key} in {self._files[key]} cannot be read: {error}") from error
+        return part[0]
 
     def _look(self) -> dict[str, Path]:
         """Where each tensor is, from the files themselves."""

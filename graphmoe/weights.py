@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, expert_prefix, write_tensors
-from graphmoe.errors import CheckpointError, WeightsMismatch
+from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, write_tensors
+from graphmoe.errors import WeightsMismatch
 from graphmoe.formats import BLOCK, ScaleFormat, get_format
 from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
 from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
+from graphmoe.loading import load_experts
+from graphmoe.sharding import IntermediateShard
 from graphmoe.spec import MoESpec
-
-_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @dataclass(frozen=True)
@@ -188,55 +188,59 @@ class ExpertWeights:
         return write_tensors(directory, name, tensors, replaces=[expert_prefix(layer, e) for e in experts])
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str], spec: MoESpec, layer: int = 0, *, device: torch.device | str = "cpu") -> ExpertWeights:
-        """Read this rank's experts of one layer from a checkpoint with per-expert Hugging Face names.
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        spec: MoESpec,
+        layer: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+        tp: int = 1,
+        tp_rank: int = 0,
+        progress: bool = True,
+    ) -> ExpertWeights:
+        """Read this rank's experts of one layer from a checkpoint with Hugging Face names.
 
-        Block FP8 (e4m3) if the checkpoint has `weight_scale_inv` entries for the layer (any floating dtype, UE8M0 included), else BF16.
-        Files are found through `model.safetensors.index.json`, or by looking into every `*.safetensors` of the directory.
+        Per-expert names (`...experts.{e}.gate_proj.weight`) or fused ones (`...experts.gate_up_proj` `[E, 2I, H]`), in any number of files, found
+        through `model.safetensors.index.json` or by looking into every `*.safetensors`. Block FP8 (e4m3) if the layer has `..._scale_inv` entries
+        (any floating dtype; `float8_e8m0fnu` makes the format `"ue8m0"`), else BF16. Peak host memory: the result plus one projection of one expert.
+
+        Args:
+            directory: the checkpoint.
+            spec: the layer; its experts are this rank's, its intermediate size is the whole model's.
+            layer: which layer.
+            device: where the weights go.
+            tp: tensor-parallel ranks that split the intermediate size.
+            tp_rank: which of them this is. With `tp > 1` use the returned `.spec`: see `shard`.
+            progress: show a progress bar (only on a terminal).
 
         Raises:
-            CheckpointError: no checkpoint there, or tensors that are missing, misshapen or of another dtype (all of them named in one error).
-            WeightsMismatch: a scale that is NaN, infinite or negative.
+            CheckpointError: no checkpoint there; or tensors that are missing, extra, misshapen, of another dtype, or scales that are NaN, infinite or
+                negative, all of them named in one error.
+            WeightsMismatch: a `tp` that does not divide the intermediate size.
         """
-        experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
-        h, i = spec.hidden_size, spec.intermediate_size
-        shapes = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i)}
-        with CheckpointReader(directory) as reader:
-            quantised = any(expert_key(layer, e, name) + SCALE_SUFFIX in reader for e in experts for name in shapes)
-            wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-            for e in experts:
-                for name, (rows, columns) in shapes.items():
-                    wanted[expert_key(layer, e, name)] = (rows, columns), ("F8_E4M3",) if quantised else ("BF16",)
-                    if quantised:
-                        wanted[expert_key(layer, e, name) + SCALE_SUFFIX] = (-(-rows // BLOCK), -(-columns // BLOCK)), _SCALE_DTYPES
-            missing = [key for key in wanted if key not in reader]
-            if missing:
-                raise CheckpointError(
-                    f"{directory}: {_some(missing)} missing; spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}"
-                )
-            wrong = []
-            for key, (shape, dtypes) in wanted.items():
-                found, dtype = reader.describe(key)
-                if found != shape:
-                    wrong.append(f"{key} is {found}, not {shape}")
-                elif dtype not in dtypes:
-                    wrong.append(f"{key} is {dtype}, not {' or '.join(dtypes)}")
-            if wrong:
-                raise CheckpointError(f"{directory}: {_some(wrong)}")
-            scale_dtypes = {reader.describe(key)[1] == "F8_E8M0" for key in wanted if key.endswith(SCALE_SUFFIX)}
-            if len(scale_dtypes) > 1:
-                raise CheckpointError(f"{directory}: layer {layer} has F8_E8M0 scales beside others; requantise the layer as a whole")
-            fmt = "bf16" if not quantised else "ue8m0" if scale_dtypes == {True} else "fp8_block"
-            get_format(fmt).check(spec)
+        fmt, width, tensors = load_experts(directory, spec, layer, device=torch.device(device), tp=tp, tp_rank=tp_rank, progress=progress)
+        return cls(replace(spec, intermediate_size=width), fmt, **tensors)._checked()
 
-            def read(e: int) -> tuple[Tensor, ...]:
-                gate, up, down = (reader.read(expert_key(layer, e, name)) for name in shapes)
-                if not quantised:
-                    return torch.cat([gate, up]), down
-                gate_scale, up_scale, down_scale = (reader.read(expert_key(layer, e, name) + SCALE_SUFFIX).float() for name in shapes)
-                return torch.cat([gate, up]), torch.cat([gate_scale, up_scale]), down, down_scale
+    def shard(self, tp: int, tp_rank: int) -> ExpertWeights:
+        """Rank `tp_rank`'s part of the intermediate size, a copy; the shards' outputs sum to the whole layer's.
 
-            return cls._from_experts(spec, fmt, (read(e) for e in experts), torch.device(device))
+        Where `I / tp` is no multiple of the format's block (128, or 64 for bf16), a rank stores the whole blocks that its part touches, with zeros
+        for what it does not own: the returned `.spec` has that larger `intermediate_size`.
+
+        Raises:
+            WeightsMismatch: a `tp` that does not divide the intermediate size, or a rank that does not exist.
+        """
+        cut = IntermediateShard.of(self.spec, tp, tp_rank, get_format(self.fmt).divisor)
+        gate_up = (half.chunk(2, dim=1) if half is not None else (None, None) for half in (self.w13, self.w13_scale_inv))
+        pairs = [cut.cut(weight, scale, dim=1) for weight, scale in zip(*gate_up, strict=True) if weight is not None]
+        w2, w2_scale = cut.cut(self.w2, self.w2_scale_inv, dim=2)
+        scales = [scale for _, scale in pairs if scale is not None]
+        spec = replace(self.spec, intermediate_size=cut.width)
+        w13_scale = torch.cat(scales, dim=1) if scales else None
+        return ExpertWeights(
+            spec, self.fmt, torch.cat([weight for weight, _ in pairs], dim=1), w2, w13_scale, None if w2_scale is None else w2_scale.contiguous()
+        )._checked()
 
     @classmethod
     def _from_experts(cls, spec: MoESpec, fmt: str, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
@@ -296,7 +300,3 @@ def _format_of_scale(name: str, scale: Tensor) -> str:
     if not scale.dtype.is_floating_point:
         raise WeightsMismatch(f"{name} is {scale.dtype}, expected a floating dtype")
     return "ue8m0" if scale.dtype == torch.float8_e8m0fnu else "fp8_block"
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

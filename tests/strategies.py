@@ -120,3 +120,44 @@ def blocked_values(draw: st.DrawFn, *, block: tuple[int, int], whole: bool = Fal
         for first_column in range(0, shape[1], block[1]):
             values[first_row : first_row + block[0], first_column : first_column + block[1]] *= draw(st.sampled_from(MAGNITUDES))
     return values.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class BlockFp8:
+    """e4m3 bytes `[..., N, K]`, float32 scales of their blocks `[..., ceil(N/rows), ceil(K/columns)]`, and the block `(rows, columns)`."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, int]
+
+
+SCALE_EXPONENTS = (*range(-20, 21), -149, -140, -127, -126, -125, -118, 118, 119, 120, 127)
+"""Powers of two of block scales: ordinary ones, and the ends of float32 with its subnormals."""
+
+
+@st.composite
+def block_fp8(draw: st.DrawFn) -> BlockFp8:
+    """Any finite payloads with zeros of both signs, subnormals and +-448; scales at, just above and just below powers of two, zero, or anywhere."""
+    block = draw(st.sampled_from([(128, 128), (1, 128), (64, 32), (5, 3)]))
+    leading = draw(st.sampled_from([(), (), (1,), (3,), (2, 2)]))
+    counts = [draw(st.integers(1, 2 if side == 128 else 3)) for side in block]
+    cuts = [draw(st.sampled_from(sorted({0, 1 % side, side // 2, side - 1}))) for side in block]
+    shape = (*leading, *(side * count - cut for side, count, cut in zip(block, counts, cuts, strict=True)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    largest = draw(st.sampled_from([0x7E, 0x7E, 0x76, 0x30, 0x07, 0x00]))  # 448, 224, 1, the largest subnormal, zero
+    codes = rng.integers(0, largest + 1, shape, dtype=np.uint8)
+    codes[rng.random(shape) < draw(st.sampled_from([0.0, 0.5, 0.99]))] = 0
+    codes[rng.random(shape) < draw(st.sampled_from([0.0, 0.01]))] = largest
+    codes |= rng.integers(0, 2, shape, dtype=np.uint8) << 7
+    one = st.tuples(st.sampled_from(SCALE_EXPONENTS), st.sampled_from(["at", "above", "below", "between", "zero"]))
+    scales = np.empty((*leading, *counts), dtype=np.float32)
+    for index, (exponent, place) in zip(np.ndindex(scales.shape), draw(st.lists(one, min_size=scales.size, max_size=scales.size)), strict=True):
+        power = np.float32(2.0**exponent)
+        scales[index] = {
+            "at": power,
+            "above": np.nextafter(power, np.float32(np.inf)),
+            "below": np.nextafter(power, np.float32(0)),
+            "between": power * np.float32(rng.uniform(1, 1.99)),
+            "zero": 0.0,
+        }[place]
+    return BlockFp8(codes, scales, block)

@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops", "flag", "report"),
     ("kernels", "reference"),
     ("gemm", "paths", "dispatch"),
-    ("checkpoint",),
+    ("checkpoint", "sharding"),
+    ("loading",),
     ("weights", "planner"),
     ("arena", "measure"),
     ("step", "call", "device"),
@@ -141,7 +142,7 @@ def test_imports_go_one_way():
 
 def test_the_order_is_read_from_the_files():
     """What the reader of imports must see: plain, nested in a function, of the package, and nothing that only types need."""
-    assert imported_parts(PACKAGE / "weights.py") == {"checkpoint", "errors", "formats", "spec"}
+    assert imported_parts(PACKAGE / "weights.py") == {"checkpoint", "errors", "formats", "loading", "sharding", "spec"}
     assert {"reference", "kernels", "gemm", "paths", "step"} <= imported_parts(PACKAGE / "runtime.py")
     assert imported_parts(PACKAGE / "ops.py") == set()
     assert imported_parts(PACKAGE / "__main__.py") == {"cli"}

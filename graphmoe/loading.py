@@ -1,0 +1,153 @@
+"""Read one layer's experts from a Hugging Face checkpoint: per-expert or fused names, BF16 or block FP8, one projection in memory at a time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, experts_prefix
+from graphmoe.errors import CheckpointError
+from graphmoe.formats import BLOCK, get_format
+from graphmoe.sharding import IntermediateShard
+from graphmoe.spec import MoESpec
+
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """A projection `[rows, columns]` of one expert; in a fused tensor `[E, parts * rows, columns]` it is row block `part`."""
+
+    name: str
+    rows: int
+    columns: int
+    part: int = 0
+    parts: int = 1
+
+
+class _Source:
+    """The tensors of one layer in one of the two naming schemes."""
+
+    def __init__(self, reader: CheckpointReader, spec: MoESpec, layer: int) -> None:
+        self.reader, self.spec, self.layer = reader, spec, layer
+        self.fused = self._fused_key("gate_up_proj") in reader
+        h, i = spec.hidden_size, spec.intermediate_size
+        gate_up, parts = ("gate_up_proj", "gate_up_proj"), 2 if self.fused else 1
+        names = gate_up if self.fused else ("gate_proj", "up_proj")
+        self.gate = _Projection(names[0], i, h, 0, parts)
+        self.up = _Projection(names[1], i, h, parts - 1, parts)
+        self.down = _Projection("down_proj", h, i)
+
+    def _fused_key(self, name: str) -> str:
+        return experts_prefix(self.layer) + name
+
+    def key(self, projection: _Projection, expert: int) -> str:
+        return self._fused_key(projection.name) if self.fused else expert_key(self.layer, expert, projection.name)
+
+    def stored_shape(self, projection: _Projection, *, scale: bool) -> tuple[int, ...]:
+        """What the checkpoint's tensor must be."""
+        unit = BLOCK if scale else 1
+        shape = (-(-projection.parts * projection.rows // unit), -(-projection.columns // unit))
+        return (self.spec.num_experts, *shape) if self.fused else shape
+
+    def read(self, projection: _Projection, expert: int, *, scale: bool) -> Tensor:
+        """One expert's projection or its scales; of a fused tensor only that expert's rows are read."""
+        key = self.key(projection, expert) + (SCALE_SUFFIX if scale else "")
+        if not self.fused:
+            return self.reader.read(key)
+        rows = projection.rows // BLOCK if scale else projection.rows
+        return self.reader.read_rows(key, expert, slice(projection.part * rows, (projection.part + 1) * rows))
+
+
+def load_experts(
+    directory: str | os.PathLike[str], spec: MoESpec, layer: int, *, device: torch.device, tp: int, tp_rank: int, progress: bool
+) -> tuple[str, int, dict[str, Tensor]]:
+    """Read this rank's experts, the intermediate size cut into `tp` shards.
+
+    Peak host memory is the result (if it stays on the CPU) plus one projection of one expert and its shard.
+
+    Returns:
+        the format's name, the intermediate size of what was read, and the tensors `w13`, `w2` (and their scales) by `ExpertWeights`' names.
+
+    Raises:
+        CheckpointError: tensors that are missing, extra, misshapen or of another dtype, bad scales (NaN, infinite, negative): all in one error.
+    """
+    with CheckpointReader(directory) as reader:
+        source = _Source(reader, spec, layer)
+        fmt = _judge(source, str(directory))
+        shard = IntermediateShard.of(spec, tp, tp_rank, get_format(fmt).divisor)
+        e, h, width = spec.num_local_experts, spec.hidden_size, shard.width
+        dtype = torch.bfloat16 if fmt == "bf16" else torch.float8_e4m3fn
+        tensors = {"w13": torch.empty(e, 2 * width, h, dtype=dtype, device=device), "w2": torch.empty(e, h, width, dtype=dtype, device=device)}
+        if fmt != "bf16":
+            for name, tensor in list(tensors.items()):
+                shape = (e, tensor.shape[1] // BLOCK, tensor.shape[2] // BLOCK)
+                tensors[f"{name}{SCALE_SUFFIX}"] = torch.empty(shape, dtype=torch.float32, device=device)
+
+        console = Console(stderr=True)
+        steps = track(range(e), f"layer {layer}", console=console, transient=True, disable=not (progress and console.is_terminal))
+        for local in steps:
+            for projection, name, offset, dim in ((source.gate, "w13", 0, 0), (source.up, "w13", width, 0), (source.down, "w2", 0, 1)):
+                expert = spec.expert_offset + local
+                scale = None if fmt == "bf16" else source.read(projection, expert, scale=True).float()
+                part, part_scale = shard.cut(source.read(projection, expert, scale=False), scale, dim=dim)
+                tensors[name][local, offset : offset + part.shape[0]].copy_(part)
+                if part_scale is not None:
+                    at = offset // BLOCK
+                    tensors[name + SCALE_SUFFIX][local, at : at + part_scale.shape[0]].copy_(part_scale)
+    return fmt, width, tensors
+
+
+def _judge(source: _Source, directory: str) -> str:
+    """The format of a layer's experts, or one error that names everything that is wrong with them."""
+    spec, reader, layer = source.spec, source.reader, source.layer
+    experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
+    projections = {source.key(projection, e): projection for e in experts for projection in (source.gate, source.up, source.down)}
+    present = {key for key in reader.keys() if key.startswith(experts_prefix(layer))}  # noqa: SIM118 - not a mapping
+    quantised = any(key + SCALE_SUFFIX in present for key in projections)
+
+    problems = []
+    wanted = [*projections, *(key + SCALE_SUFFIX for key in projections if quantised)]
+    missing = [key for key in wanted if key not in present]
+    if missing:
+        problems.append(f"{_some(missing)} missing")
+    every = {source.key(projection, e) for e in range(spec.num_experts) for projection in (source.gate, source.up, source.down)}
+    extra = sorted(present - every - {key + SCALE_SUFFIX for key in every})
+    if extra:
+        problems.append(f"{_some(extra)} not part of such a layer")
+
+    scale_dtypes = set()
+    wrong = []
+    for key, projection in projections.items():
+        for name, scale in ((key, False), (key + SCALE_SUFFIX, True)):
+            if name not in present:
+                continue
+            shape, dtype = reader.describe(name)
+            allowed = _SCALE_DTYPES if scale else ("F8_E4M3",) if quantised else ("BF16",)
+            if shape != source.stored_shape(projection, scale=scale):
+                wrong.append(f"{name} is {shape}, not {source.stored_shape(projection, scale=scale)}")
+            elif dtype not in allowed:
+                wrong.append(f"{name} is {dtype}, not {' or '.join(allowed)}")
+            elif scale:
+                scale_dtypes.add("F8_E8M0" if dtype == "F8_E8M0" else "other")
+                values = reader.read(name).float()
+                if not bool((values.isfinite() & (values >= 0)).all()):
+                    wrong.append(f"{name} holds a scale that is NaN, infinite or negative")
+    if wrong:
+        problems.append(_some(wrong))
+    if len(scale_dtypes) > 1:
+        problems.append("F8_E8M0 scales beside others; requantise the layer as a whole")
+    if problems:
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}; spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}")
+    fmt = "bf16" if not quantised else "ue8m0" if scale_dtypes == {"F8_E8M0"} else "fp8_block"
+    get_format(fmt).check(spec)
+    return fmt
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

@@ -1,0 +1,60 @@
+"""Tensor-parallel shards of an expert's intermediate size, cut along whole scale blocks.
+
+Rank `r` of `tp` owns the intermediate columns `[r * I/tp, (r + 1) * I/tp)`. A block-FP8 scale belongs to 128 of them, so a shard whose borders
+fall inside a block keeps the whole block: its local size is the largest cover of any rank, and payload that the rank does not own is zero. Zero rows
+of gate and up make zero activations, so the shards' outputs still sum to the whole layer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphmoe.errors import WeightsMismatch
+from graphmoe.spec import MoESpec
+
+
+@dataclass(frozen=True)
+class IntermediateShard:
+    """One rank's cut of `I`.
+
+    Attributes:
+        block: columns that share a scale; every cut is a multiple of it.
+        base: first column that is stored.
+        width: columns that are stored, the same on every rank: the shard's own intermediate size.
+        first: first column that the rank owns.
+        last: one past its last.
+    """
+
+    block: int
+    base: int
+    width: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, spec: MoESpec, tp: int, rank: int, block: int) -> IntermediateShard:
+        """Rank `rank` of `tp`, for a format that shares scales over `block` columns.
+
+        Raises:
+            WeightsMismatch: `tp` does not divide `I`, `I` is no multiple of the block, or there is no such rank.
+        """
+        size = spec.intermediate_size
+        if tp < 1 or size % tp or size % block:
+            raise WeightsMismatch(f"tp={tp} must divide intermediate_size={size}, which must be a multiple of {block}")
+        if not 0 <= rank < tp:
+            raise WeightsMismatch(f"tp_rank={rank} is not in [0, {tp})")
+        own = size // tp
+        covers = [(r * own // block * block, -(-(r + 1) * own // block) * block) for r in range(tp)]
+        width = max(last - first for first, last in covers)
+        return cls(block, min(covers[rank][0], size - width), width, rank * own, (rank + 1) * own)
+
+    def cut(self, weight: Tensor, scale: Tensor | None, *, dim: int) -> tuple[Tensor, Tensor | None]:
+        """The stored part of a weight (and its block scales) along `dim`, a copy in which columns of other ranks are zero."""
+        part = weight.narrow(dim, self.base, self.width).clone()
+        raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+        raw.narrow(dim, 0, self.first - self.base).zero_()
+        raw.narrow(dim, self.last - self.base, self.width - (self.last - self.base)).zero_()
+        return part, None if scale is None else scale.narrow(dim, self.base // self.block, self.width // self.block)
