@@ -50,6 +50,14 @@ class CheckpointReader:
         else:
             self._files = self._look()
 
+    @classmethod
+    def of_file(cls, path: Path) -> CheckpointReader:
+        """One file by itself, whatever an index says."""
+        reader = cls.__new__(cls)
+        reader.directory, reader._open = path.parent, {}
+        reader._files = dict.fromkeys(reader._handle(path).keys(), path)
+        return reader
+
     def __enter__(self) -> CheckpointReader:
         return self
 
@@ -62,6 +70,13 @@ class CheckpointReader:
     def keys(self) -> Iterable[str]:
         """Every tensor's name."""
         return self._files.keys()
+
+    def by_file(self) -> dict[str, list[str]]:
+        """File name -> the tensors that count in it."""
+        files: dict[str, list[str]] = {}
+        for key, path in self._files.items():
+            files.setdefault(path.name, []).append(key)
+        return files
 
     def describe(self, key: str) -> tuple[tuple[int, ...], str]:
         """Shape and safetensors dtype (`"BF16"`, `"F8_E4M3"`, ...) of a tensor, from its file's header."""
@@ -122,30 +137,67 @@ def write_tensors(directory: str | os.PathLike[str], name: str, tensors: Mapping
         the file written.
     """
     folder = Path(directory)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made: {error.strerror}") from error
     path = folder / name
-    temporary, new_index = path.with_suffix(f".{os.getpid()}.tmp"), folder / f".{INDEX_NAME}.{os.getpid()}.tmp"
+    temporary = _write_beside(path, tensors, {})
     prefixes = tuple(replaces)
     index = folder / INDEX_NAME
     try:
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
         with FileLock(folder / f".{INDEX_NAME}.lock"):
             data = _read_index(index) if index.is_file() else {"weight_map": {}}
             temporary.replace(path)
-            data["weight_map"] = {
-                key: file for key, file in data["weight_map"].items() if not key.startswith(prefixes) and (file != name or key in tensors)
-            } | dict.fromkeys(tensors, name)
-            metadata = data.get("metadata")
-            data["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": _total_bytes(folder, data["weight_map"])}
-            new_index.write_text(json.dumps(data, indent=1, sort_keys=True))
-            new_index.replace(index)
+            kept = {key: file for key, file in data["weight_map"].items() if not key.startswith(prefixes) and (file != name or key in tensors)}
+            write_index(folder, kept | dict.fromkeys(tensors, name), metadata=data.get("metadata"))
     finally:
         temporary.unlink(missing_ok=True)
-        new_index.unlink(missing_ok=True)
     return path
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file with metadata in its header; it appears under its name only when it is complete."""
+    temporary = _write_beside(path, tensors, metadata)
+    try:
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file's header; empty if there is none or the file cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError):
+        return {}
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], *, metadata: object = None) -> None:
+    """Write `model.safetensors.index.json`, whole or not at all; `total_size` is what the files' headers say."""
+    data = {
+        "metadata": (metadata if isinstance(metadata, dict) else {}) | {"total_size": _total_bytes(folder, weight_map)},
+        "weight_map": dict(weight_map),
+    }
+    temporary = folder / f".{INDEX_NAME}.{os.getpid()}.tmp"
+    try:
+        temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+        temporary.replace(folder / INDEX_NAME)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    """A complete file next to `path`, under a temporary name."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path.parent} cannot be made: {error.strerror}") from error
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        save_file(dict(tensors), temporary, metadata={"format": "pt", **metadata})
+        temporary.chmod(0o644)  # safetensors makes files that only their owner can read
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
 
 
 def _read_index(index: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gemm", "paths", "dispatch"),
     ("checkpoint", "sharding"),
     ("loading",),
-    ("weights", "planner"),
+    ("weights", "planner", "convert"),
     ("arena", "measure"),
     ("step", "call", "device"),
     ("audit",),

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from graphmoe.cli.convert import convert
 from graphmoe.cli.demo import demo
 from graphmoe.cli.plan import plan
 from graphmoe.errors import GraphMoEError
@@ -13,6 +14,7 @@ from graphmoe.errors import GraphMoEError
 app = typer.Typer(help="CUDA-graph-first, static-shape execution of Mixture-of-Experts layers.", no_args_is_help=True, add_completion=False)
 app.command()(demo)
 app.command()(plan)
+app.command()(convert)
 
 
 def main() -> None:
