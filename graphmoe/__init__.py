@@ -8,7 +8,7 @@ from graphmoe.buckets import BucketLadder
 from graphmoe.planner import Plan, plan
 from graphmoe.recipe import Recipe
 from graphmoe.report import RuntimeReport
-from graphmoe.runtime import MoERuntime, StaticInputs
+from graphmoe.runtime import MoELayer, MoERuntime, StaticInputs
 from graphmoe.spec import MoESpec, model_names, named_spec
 from graphmoe.weights import ExpertWeights
 
@@ -20,6 +20,7 @@ except _PackageNotFoundError:  # running from a source tree that was not install
 __all__ = [
     "BucketLadder",
     "ExpertWeights",
+    "MoELayer",
     "MoERuntime",
     "MoESpec",
     "Plan",

@@ -111,9 +111,9 @@ def blocks_used(counts: Iterable[int], block_e: int) -> int:
 
 
 def compact_rows_padded_each(tokens: int, top_k: int, num_local_experts: int, block_e: int) -> int:
-    """The looser bound that serving engines allocate: `T * K + E * (b - 1)`, rounded up to `b`.
+    """A looser bound that serving engines use: `T * K + E * (b - 1)`, rounded up to `b`.
 
-    Every expert is charged a full `b - 1` rows of padding, live or not (vLLM's `moe_align_block_size` and its DeepGEMM permutation).
+    Every expert is charged a full `b - 1` rows of padding, live or not (vLLM's `compute_aligned_M` before its DeepGEMM permutation).
     """
     _require(tokens, top_k, num_local_experts)
     _require_block(block_e)
@@ -121,7 +121,7 @@ def compact_rows_padded_each(tokens: int, top_k: int, num_local_experts: int, bl
 
 
 def masked_slots_padded_256(tokens: int) -> int:
-    """The looser slot count that SGLang's masked path allocates: `(T // 256 + 1) * 256` rows an expert."""
+    """A looser slot count, of SGLang's masked DeepGEMM path: `(T // 256 + 1) * 256` rows an expert."""
     _require(tokens, 1, 1)
     return (tokens // 256 + 1) * 256
 

@@ -12,6 +12,9 @@ from graphmoe.spec import MoESpec
 def check_call(spec: MoESpec, device: torch.device, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> int:
     """The number of tokens of a call, or InvalidInput. See `MoERuntime.__call__` for what each tensor must be."""
     h, k = spec.hidden_size, spec.top_k
+    for name, given in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights), ("out", x if out is None else out)):
+        if not isinstance(given, Tensor):
+            raise InvalidInput(f"{name} is a {type(given).__name__}, expected a torch.Tensor")
     if x.dim() != 2 or x.shape[1] != h:
         raise InvalidInput(f"x is {tuple(x.shape)}, expected [t, {h}] (hidden_size)")
     tokens = x.shape[0]

@@ -45,6 +45,8 @@ class CheckpointReader:
         self.directory = Path(directory)
         self._open: dict[Path, safe_open] = {}
         index = self.directory / INDEX_NAME
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} is not a directory")
         if index.is_file():
             self._files = {key: self.directory / name for key, name in _read_index(index)["weight_map"].items()}
         else:
@@ -194,8 +196,10 @@ def _write_beside(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     try:
         save_file(dict(tensors), temporary, metadata={"format": "pt", **metadata})
         temporary.chmod(0o644)  # safetensors makes files that only their owner can read
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
         raise
     return temporary
 

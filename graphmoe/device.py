@@ -19,6 +19,8 @@ def resolve_device(device: torch.device | str) -> torch.device:
         raise InvalidInput(f"device {device!r} is not supported; supported: cuda, cpu") from error
     if resolved.type not in ("cpu", "cuda"):
         raise InvalidInput(f"device {resolved} is not supported; supported: cuda, cpu")
+    if resolved.type == "cpu":
+        return torch.device("cpu")
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(f"device {resolved} was asked for, but torch {torch.__version__} sees no CUDA device; use device='cpu'")
     if resolved.type == "cuda" and resolved.index is None:

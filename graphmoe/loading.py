@@ -143,7 +143,9 @@ def _judge(source: _Source, directory: str) -> str:
     if len(scale_dtypes) > 1:
         problems.append("F8_E8M0 scales beside others; requantise the layer as a whole")
     if problems:
-        raise CheckpointError(f"{directory}: {'; '.join(problems)}; spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}")
+        want = f"spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}, H={spec.hidden_size}, I={spec.intermediate_size}"
+        help_ = "names as of Qwen3-MoE and DeepSeek-V3, or fused gate_up_proj; the spec's I is the whole model's: a shard is read with tp=, tp_rank="
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}; {want} ({help_})")
     fmt = "bf16" if not quantised else "ue8m0" if scale_dtypes == {"F8_E8M0"} else "fp8_block"
     get_format(fmt).check(spec)
     return fmt

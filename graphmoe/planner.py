@@ -90,7 +90,7 @@ class Plan:
         return self.buckets[self.ladder.sizes.index(self.ladder.bucket_for(tokens))]
 
     def bucket_bytes(self, bucket: BucketPlan) -> int:
-        """Arena bytes this bucket alone needs: static buffers and its scratch."""
+        """Arena bytes up to the end of this bucket's scratch; the static buffers before it are sized for the largest bucket."""
         return max([self.static_bytes, *(_end(buffer, self.guard_bytes) for buffer in bucket.buffers)])
 
     def to_json(self) -> dict[str, Any]:
@@ -134,6 +134,8 @@ class Plan:
             SchemaMismatch: another schema version.
             PlanError: a field is missing, or the content does not match its fingerprint.
         """
+        if not isinstance(data, Mapping):
+            raise PlanError(f"a stored plan is a JSON object, not a {type(data).__name__}")
         if data.get("schema") != SCHEMA:
             raise SchemaMismatch(f"the plan has schema {data.get('schema')!r}, this graphmoe reads {SCHEMA!r}; make the plan anew")
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from graphmoe.buckets import BucketLadder, Overflow
 from graphmoe.call import check_call, refuse_shifted_overlap
 from graphmoe.capture import CapturedStep, capture_step, pool_bytes, prove, side_stream
 from graphmoe.device import arch_of, resolve_device
-from graphmoe.errors import CallError, InvalidInput, RuntimeClosed, WeightsMismatch
+from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.flag import StickyFlag
 from graphmoe.formats import get_format
 from graphmoe.gemm import GroupedGemm
@@ -36,12 +37,20 @@ from graphmoe.weights import ExpertWeights
 
 logger = logging.getLogger("graphmoe")
 
+_BROKEN = (
+    "a token named one expert twice although the spec promises distinct_topk (NaN router logits do that); "
+    "its output is NaN. Fix the router, or build with distinct_topk=False; rt.clear_flag() re-arms this warning"
+)
+# Shown each time it is raised, not once a source line; any filter of the user's comes first.
+warnings.simplefilter("always", BrokenPromise, append=True)
+
 
 @dataclass(frozen=True)
 class StaticInputs:
     """A bucket's static buffers, lent to callers that write them directly and then `replay`.
 
-    Every token of the bucket is read: ids of unused tokens must be -1. Ids are local (`spec.to_local`).
+    Every token of the bucket is read: ids of unused tokens must be -1. Ids are local (`spec.to_local`). All buckets share this memory, and any
+    call writes it: fill it right before `replay`.
     """
 
     x: Tensor
@@ -73,6 +82,9 @@ class MoELayer:
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See `MoERuntime.__call__`."""
         return self._runtime._call(self._index, x, topk_ids, topk_weights, out)
+
+    def __repr__(self) -> str:
+        return f"MoELayer({self._index} of {self._runtime!r})"
 
     def replay(self, bucket: int) -> Tensor:
         """See `MoERuntime.replay`."""
@@ -115,6 +127,9 @@ class MoERuntime:
         guard_bytes: int = 0,
         progress: bool = True,
     ) -> None:
+        for name, given in (("weights", [] if weights is None else [weights]), ("layers", [] if layers is None else layers)):
+            if not isinstance(given, Sequence) or not all(isinstance(one, ExpertWeights) for one in given):
+                raise WeightsMismatch(f"{name} does not hold ExpertWeights; give weights=one, or layers=[one, ...]")
         if (weights is None) == (layers is None):
             raise WeightsMismatch("give either weights (one layer) or layers=[...] (several), not both and not neither")
         all_weights = [weights] if weights is not None else list(layers or [])
@@ -125,7 +140,7 @@ class MoERuntime:
             if one.fmt != all_weights[0].fmt:
                 raise WeightsMismatch(f"layers of one runtime share a format; got {all_weights[0].fmt!r} and {one.fmt!r}")
         self.spec = spec
-        self.device = resolve_device(device or all_weights[0].device)
+        self.device = resolve_device(all_weights[0].device if device is None else device)
         self.plan: Plan = plan(
             spec,
             BucketLadder.of(buckets, overflow),
@@ -163,8 +178,9 @@ class MoERuntime:
             out: bf16 `[t, H]` to copy the result to. Required when `overflow="chunk"` splits the batch.
 
         Returns:
-            bf16 `[t, H]`: `out`, or else a view that the next call overwrites. A token whose ids break `distinct_topk` is NaN,
-            and a later call warns BrokenPromise.
+            bf16 `[t, H]`: `out`, or else a view that the next call of any layer or bucket overwrites. A token whose ids break `distinct_topk` is
+            NaN, and a later call warns BrokenPromise (calls that a graph of yours recorded never do: `report` shows it). On a tensor- or
+            expert-parallel rank this is the rank's part of the sum: add up the ranks' outputs.
 
         Raises:
             InvalidInput, BatchTooLarge, RuntimeClosed; the runtime stays usable (unless it was closed).
@@ -172,6 +188,10 @@ class MoERuntime:
         if len(self.layers) > 1:
             raise CallError(f"this runtime has {len(self.layers)} layers: call rt.layers[i](...)")
         return self._call(0, x, topk_ids, topk_weights, out)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self.layers)} layer(s), buckets up to {self.plan.ladder.largest}"
+        return f"MoERuntime({self.plan.fmt} on {self.device}, {state})"
 
     def inputs(self, bucket: int) -> StaticInputs:
         """The static input buffers of a bucket, to write directly before `replay(bucket)`."""
@@ -347,7 +367,7 @@ class MoERuntime:
         """
         if self.device.type == "cpu":
             yield False
-            self._flag.poll()
+            self._warn_if(self._flag.poll())
             return
         with self._on_device():
             if torch.cuda.is_current_stream_capturing():
@@ -357,9 +377,15 @@ class MoERuntime:
             if self._last_stream is not None and self._last_stream is not stream:
                 stream.wait_event(self._last_use)
             yield True
-            self._flag.poll(stream)
+            raised = self._flag.poll(stream)
             self._last_use.record(stream)
             self._last_stream = stream
+            self._warn_if(raised)
+
+    def _warn_if(self, raised: bool) -> None:
+        if raised:
+            # Frames between here and the caller: _use, contextlib, _call or _replay_bucket, the public method.
+            warnings.warn(BrokenPromise(_BROKEN), stacklevel=6)
 
     def _on_device(self) -> AbstractContextManager[object]:
         if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:

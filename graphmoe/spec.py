@@ -24,7 +24,7 @@ class MoESpec:
         intermediate_size: `I`, of one expert on this rank.
         num_local_experts: experts on this rank (`E`); 0, the default, means all of them.
         expert_offset: global id of this rank's first expert.
-        routed_scaling_factor: multiplies the routed sum once, in float32.
+        routed_scaling_factor: multiplies the routed sum once, in float32. Leave it 1.0 if your router's weights already carry the model's factor.
         activation: of the gate; `"silu"`.
         gated: `silu(gate) * up` (`w13` is `[E, 2I, H]`) rather than one projection.
         distinct_topk: a token's experts are distinct, as top-k selection guarantees. Tightens every bound;
@@ -114,6 +114,8 @@ class MoESpec:
             topk_ids: int32 or int64, any shape, numpy or torch; ids in `[0, num_experts)`, anything else is a sentinel.
         """
         ids: Any = topk_ids
+        if "uint" in str(getattr(ids, "dtype", "")):
+            raise SpecError(f"topk_ids is {ids.dtype}: sentinels are negative, pass int32 or int64")
         local = ids - self.expert_offset
         here = (ids >= self.expert_offset) & (ids < self.expert_offset + self.num_local_experts)
         return (local + 1) * here - 1
@@ -142,7 +144,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def named_spec(model: str) -> MoESpec:
-    """The routed experts of a published model (its Hugging Face `config.json`), unsharded.
+    """The routed experts of a published model (its Hugging Face `config.json`), unsharded, with its `routed_scaling_factor`.
 
     Raises:
         SpecError: an unknown name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, write_tensors
 from graphmoe.errors import WeightsMismatch
-from graphmoe.formats import BLOCK, ScaleFormat, get_format
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, ScaleFormat, get_format
 from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
 from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
 from graphmoe.loading import load_experts
@@ -21,9 +21,9 @@ from graphmoe.sharding import IntermediateShard
 from graphmoe.spec import MoESpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """Expert weights of one layer on one device.
+    """Expert weights of one layer on one device; checked against the spec when made.
 
     Attributes:
         spec: the layer they belong to.
@@ -36,10 +36,40 @@ class ExpertWeights:
 
     spec: MoESpec
     fmt: str
-    w13: Tensor
-    w2: Tensor
-    w13_scale_inv: Tensor | None = None
-    w2_scale_inv: Tensor | None = None
+    w13: Tensor = field(repr=False)
+    w2: Tensor = field(repr=False)
+    w13_scale_inv: Tensor | None = field(default=None, repr=False)
+    w2_scale_inv: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        spec, scaled = self.spec, get_format(self.fmt).scales is not None
+        if scaled != (self.w13_scale_inv is not None) or scaled != (self.w2_scale_inv is not None):
+            raise WeightsMismatch(f"format {self.fmt!r} {'needs both scales' if scaled else 'has no scales'}")
+        payload = torch.float8_e4m3fn if scaled else torch.bfloat16
+        for name, shape in (("w13", _w13_shape(spec)), ("w2", _w2_shape(spec))):
+            tensor, scale = getattr(self, name), getattr(self, f"{name}_scale_inv")
+            _check(name, tensor, shape, (payload,))
+            if not tensor.is_contiguous():
+                raise WeightsMismatch(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+            if tensor.device != self.device:
+                raise WeightsMismatch(f"{name} is on {tensor.device}, w13 on {self.device}; move them to one device")
+            if scale is not None:
+                self._check_scale(f"{name}_scale_inv", scale, shape)
+
+    def _check_scale(self, name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+        experts, rows, columns = shape
+        if scale.device != self.device:
+            raise WeightsMismatch(f"{name} is on {scale.device}, w13 on {self.device}; move them to one device")
+        if scale.dtype == torch.int32 and self.fmt == "ue8m0":  # packed, see `prepared`
+            _check(name, scale, (experts, rows, -(-columns // (BLOCK * SCALES_PER_WORD))), (torch.int32,))
+            return
+        _check(name, scale, (experts, -(-rows // BLOCK), -(-columns // BLOCK)), (torch.float32,))
+        if scale.is_meta:
+            return
+        if not bool((scale.isfinite() & (scale >= 0)).all()):
+            raise WeightsMismatch(f"{name} holds a scale that is NaN, infinite or negative")
+        if self.fmt == "ue8m0" and not bool(is_power_of_two(scale).all()):
+            raise WeightsMismatch(f"{name} holds a scale that is not a power of two in 2^-126 .. 2^127, which format 'ue8m0' promises")
 
     @classmethod
     def from_bf16(cls, spec: MoESpec, w13: Tensor, w2: Tensor, *, fmt: str = "fp8_block") -> ExpertWeights:
@@ -47,7 +77,7 @@ class ExpertWeights:
 
         Args:
             spec: the layer.
-            w13: bf16 (or float32) `[E, 2I, H]`, gate first.
+            w13: bf16 (or float32) `[E, 2I, H]`, gate first. A Parameter's history is not kept.
             w2: bf16 (or float32) `[E, H, I]`.
             fmt: `"fp8_block"`, `"ue8m0"` or `"bf16"`. BF16 tensors kept as BF16 are used in place, not copied.
 
@@ -56,6 +86,7 @@ class ExpertWeights:
             UnsupportedShape: H or I that the format cannot take.
         """
         get_format(fmt).check(spec)
+        w13, w2 = w13.detach(), w2.detach()
         if w13.device != w2.device:
             raise WeightsMismatch(f"w2 is on {w2.device}, w13 on {w13.device}; move them to one device")
         for name, tensor, shape in (("w13", w13, _w13_shape(spec)), ("w2", w2, _w2_shape(spec))):
@@ -64,7 +95,7 @@ class ExpertWeights:
             if not all(bool(expert.isfinite().all()) for expert in tensor):
                 raise WeightsMismatch(f"{name} holds NaN or infinity")
         if fmt == "bf16":
-            return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())._checked()
+            return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())
         experts = ((*quantize_weight(w13[e]), *quantize_weight(w2[e])) for e in range(spec.num_local_experts))
         made = cls._from_experts(spec, "fp8_block", experts, w13.device)
         return made if fmt == made.fmt else made.requantize(fmt)
@@ -97,8 +128,8 @@ class ExpertWeights:
         if fmt not in ("fp8_block", "ue8m0"):
             raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
         get_format(fmt).check(spec)
-        scales = [scale.float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
-        return cls(spec, fmt, w13.contiguous(), w2.contiguous(), *scales)._checked()
+        scales = [scale.detach().float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
+        return cls(spec, fmt, w13.detach().contiguous(), w2.detach().contiguous(), *scales)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
@@ -220,7 +251,7 @@ class ExpertWeights:
             WeightsMismatch: a `tp` that does not divide the intermediate size.
         """
         fmt, width, tensors = load_experts(directory, spec, layer, device=torch.device(device), tp=tp, tp_rank=tp_rank, progress=progress)
-        return cls(replace(spec, intermediate_size=width), fmt, **tensors)._checked()
+        return cls(replace(spec, intermediate_size=width), fmt, **tensors)
 
     def shard(self, tp: int, tp_rank: int) -> ExpertWeights:
         """Rank `tp_rank`'s part of the intermediate size, a copy; the shards' outputs sum to the whole layer's.
@@ -240,7 +271,7 @@ class ExpertWeights:
         w13_scale = torch.cat(scales, dim=1) if scales else None
         return ExpertWeights(
             spec, self.fmt, torch.cat([weight for weight, _ in pairs], dim=1), w2, w13_scale, None if w2_scale is None else w2_scale.contiguous()
-        )._checked()
+        )
 
     @classmethod
     def _from_experts(cls, spec: MoESpec, fmt: str, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
@@ -252,26 +283,9 @@ class ExpertWeights:
             for whole, part in zip(stacked, parts, strict=True):
                 whole[e].copy_(part)
         if len(stacked) == 2:
-            return cls(spec, fmt, *stacked)._checked()
+            return cls(spec, fmt, *stacked)
         w13, w13_scale, w2, w2_scale = stacked
-        return cls(spec, fmt, w13, w2, w13_scale, w2_scale)._checked()
-
-    def _checked(self) -> ExpertWeights:
-        spec = self.spec
-        payload = torch.bfloat16 if self.fmt == "bf16" else torch.float8_e4m3fn
-        expected = {"w13": _w13_shape(spec), "w2": _w2_shape(spec)}
-        if self.fmt != "bf16":
-            e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-            expected |= {"w13_scale_inv": (e, 2 * i // BLOCK, h // BLOCK), "w2_scale_inv": (e, h // BLOCK, i // BLOCK)}
-        for name, tensor in self.tensors().items():
-            _check(name, tensor, expected[name], (torch.float32,) if name.endswith("scale_inv") else (payload,))
-            if tensor.device != self.device:
-                raise WeightsMismatch(f"{name} is on {tensor.device}, w13 on {self.device}; move them to one device")
-            if name.endswith("scale_inv") and not bool((tensor.isfinite() & (tensor >= 0)).all()):
-                raise WeightsMismatch(f"{name} holds a scale that is NaN, infinite or negative")
-            if name.endswith("scale_inv") and self.fmt == "ue8m0" and not bool(is_power_of_two(tensor).all()):
-                raise WeightsMismatch(f"{name} holds a scale that is not a power of two in 2^-126 .. 2^127, which format 'ue8m0' promises")
-        return self
+        return cls(spec, fmt, w13, w2, w13_scale, w2_scale)
 
     def _checkpoint_parts(self, e: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         i = self.spec.intermediate_size

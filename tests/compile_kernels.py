@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from graphmoe.kernels.act import _act_kernel
 from graphmoe.kernels.combine import _combine_kernel
+from graphmoe.kernels.pack import _pack_kernel
 from graphmoe.kernels.route import _route_kernel
 from graphmoe.kernels.scatter import _scatter_kernel
 from graphmoe.kernels.stage import _stage_kernel
@@ -43,6 +44,7 @@ def main() -> None:
         compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, COLUMNS=768, GROUPS=4, **sizes)
     pointers = {"rows": "*bf16", "row_of": "*i32", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
     compile_kernel(_combine_kernel, pointers, COLUMNS=7168, TOP_K=8, BLOCK=1024)
+    compile_kernel(_pack_kernel, {"scales": "*fp32", "out": "*i32"}, COLUMNS=5, WORDS=2, BLOCK=256)
     print("all kernels compile for sm90")
 
 

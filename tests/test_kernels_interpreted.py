@@ -138,6 +138,18 @@ def test_stage_equals_its_twin_exactly(tokens: int, wide: bool, dtype: torch.dty
         assert results[0][1][0, :2].tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize("columns", [1, 3, 4, 5, 56])
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+def test_pack_equals_its_twin_exactly(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    scales = torch.exp2(torch.randint(-126, 128, (2, columns, rows), generator=generator).float()).transpose(1, 2)
+    scales[0, 0, 0] = torch.nan
+    outs = [torch.full((2, -(-columns // 4), -(-rows // 4) * 4), 0x7E7E7E7E, dtype=torch.int32) for _ in range(2)]
+    kernels.pack(scales, out=outs[0])
+    reference.pack(scales, out=outs[1])
+    assert torch.equal(*outs)
+
+
 def test_act_is_within_one_bf16_step_of_its_twin() -> None:
     spec = MoESpec(4, 2, 128, 256)
     layout = RowLayout.contiguous("psum", spec, 5, 64)

@@ -390,7 +390,7 @@ def test_an_interrupted_save_leaves_no_half_file(failure, tmp_path, monkeypatch)
 
     monkeypatch.setattr("graphmoe.checkpoint.save_file", stop_halfway)
     for layer in (0, 1):
-        with pytest.raises(type(failure)):
+        with pytest.raises(CheckpointError if isinstance(failure, OSError) else type(failure)):
             random_weights(SPEC, "fp8_block", seed=2).save(tmp_path, layer)
     assert sorted(os.listdir(tmp_path)) == files
     assert_same(ExpertWeights.load(tmp_path, SPEC), before)
@@ -659,7 +659,7 @@ def test_two_files_that_hold_one_tensor_need_an_index(tmp_path):
 
 def test_no_checkpoint_is_said_to_be_none(tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
+        with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file|is not a directory"):
             ExpertWeights.load(folder, SPEC)
 
 

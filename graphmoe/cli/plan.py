@@ -41,7 +41,7 @@ def plan(
     max_arena_gib: Annotated[float | None, typer.Option(help="refuse a larger arena")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the plan there")] = None,
 ) -> None:
-    """Print every bucket's row bounds and arena bytes, per path and beside what serving engines allocate."""
+    """Print every bucket's row bounds and arena bytes, per path and beside looser bounds that serving engines use."""
     spec = named_spec(model).shard(tp=tp, ep=ep)
     ladder = BucketLadder.of(buckets)
     limit = None if max_arena_gib is None else _bytes_of(max_arena_gib)
@@ -53,7 +53,7 @@ def plan(
         f"I={spec.intermediate_size}, {fmt}"
     )
     console.print(_rows_table(spec, made))
-    console.print(_bytes_table(spec, made, alternatives))
+    console.print(_bytes_table(spec, made))
     for line in _summary(spec, made, alternatives):
         console.print(line)
     if json_path is not None:
@@ -93,14 +93,15 @@ def _rows_table(spec: MoESpec, made: Plan) -> Table:
     return table
 
 
-def _bytes_table(spec: MoESpec, made: Plan, alternatives: dict[str, Plan]) -> Table:
-    table = Table(title="Arena MiB if the ladder ended at this bucket", title_justify="left")
-    for column in ("bucket", *alternatives, "engines' compact 128", "engines' masked", "chosen"):
+def _bytes_table(spec: MoESpec, made: Plan) -> Table:
+    table = Table(title="Arena MiB of each bucket by itself", title_justify="left")
+    for column in ("bucket", *_COMPARED, "loose compact 128", "loose masked", "chosen"):
         table.add_column(column, justify="right")
-    for index, bucket in enumerate(made.buckets):
-        ours = [plan.bucket_bytes(plan.buckets[index]) for plan in alternatives.values()]
-        theirs = [_engine_bytes(spec, made, bucket.tokens, kind) for kind in ("compact", "masked")]
-        table.add_row(str(bucket.tokens), *(_mib(nbytes) for nbytes in (*ours, *theirs, made.bucket_bytes(bucket))))
+    for bucket in made.buckets:
+        alone = [make_plan(spec, [bucket.tokens], fmt=made.fmt, arch=made.arch, recipes=recipe) for recipe in (*_COMPARED.values(), bucket.recipe)]
+        loose = [_loose_bytes(spec, alone[0], kind) for kind in ("compact", "masked")]
+        *ours, chosen = [plan.arena_bytes for plan in alone]
+        table.add_row(str(bucket.tokens), *(_mib(nbytes) for nbytes in (*ours, *loose, chosen)))
     return table
 
 
@@ -109,24 +110,25 @@ def _summary(spec: MoESpec, made: Plan, alternatives: dict[str, Plan]) -> list[s
     args = (top.tokens, spec.top_k, spec.num_local_experts, 128)
     distinct, arbitrary = bounds.compact_blocks(*args), bounds.compact_blocks(*args, distinct=False)
     totals = ", ".join(f"{name} {_mib(plan.arena_bytes)} MiB" for name, plan in alternatives.items())
-    engines = ", ".join(f"{kind} {_mib(_engine_bytes(spec, made, top.tokens, kind))} MiB" for kind in ("compact", "masked"))
+    loose = ", ".join(f"{kind} {_mib(_loose_bytes(spec, made, kind))} MiB" for kind in ("compact", "masked"))
     rules = "; ".join(dict.fromkeys(f"{bucket.recipe} ({bucket.rule})" for bucket in made.buckets))
     return [
         f"largest bucket {top.tokens}, block_e 128: {distinct} blocks for distinct experts, {arbitrary} for arbitrary ones",
-        f"arena for the whole ladder: {totals}; with the engines' bounds: {engines}",
+        f"arena for the whole ladder: {totals}; with the looser bounds: {loose}",
+        "loose: compact T*K + E*(b-1) rows (vLLM before its DeepGEMM permutation), masked (T // 256 + 1) * 256 slots (SGLang), in our buffers",
         f"this plan: {_mib(made.arena_bytes)} MiB for {len(made.buckets)} buckets and any number of layers; {rules}",
         f"fingerprint {made.fingerprint[:16]}",
     ]
 
 
-def _engine_bytes(spec: MoESpec, made: Plan, tokens: int, kind: str) -> int:
-    """Arena bytes with the engines' looser row bound, under this plan's own sharing of bytes."""
-    e = spec.num_local_experts
+def _loose_bytes(spec: MoESpec, made: Plan, kind: str) -> int:
+    """Arena bytes of the largest bucket with a looser row bound, under this plan's own buffers and sharing of bytes."""
+    e, tokens = spec.num_local_experts, made.ladder.largest
     if kind == "masked":
         layout = RowLayout("masked", e, 128, e, bounds.masked_slots_padded_256(tokens))
     else:
         layout = RowLayout("compact", e, 128, 1, bounds.compact_rows_padded_each(tokens, spec.top_k, e, 128))
-    placed = place(buffers_of(layout, spec, get_format(made.fmt), tokens), made.static_bytes, 0)
+    placed = place(buffers_of(layout, spec, get_format(made.fmt).on(made.arch), tokens), made.static_bytes, 0)
     return max(buffer.offset + buffer.nbytes for buffer in placed)
 
 

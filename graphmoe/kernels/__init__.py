@@ -2,8 +2,9 @@
 
 from graphmoe.kernels.act import act
 from graphmoe.kernels.combine import combine
+from graphmoe.kernels.pack import pack
 from graphmoe.kernels.route import route
 from graphmoe.kernels.scatter import scatter
 from graphmoe.kernels.stage import stage
 
-__all__ = ["act", "combine", "route", "scatter", "stage"]
+__all__ = ["act", "combine", "pack", "route", "scatter", "stage"]

@@ -33,7 +33,7 @@ class Case:
         return SMALL if self.shape == "small" else SHAPES[self.shape]
 
 
-CASES = tuple(Case(shape, fmt, recipe) for shape in SHAPES for fmt in ("fp8_block", "bf16") for recipe in RECIPES)
+CASES = tuple(Case(shape, fmt, recipe) for shape in SHAPES for fmt in ("fp8_block", "ue8m0", "bf16") for recipe in RECIPES)
 
 
 SMALL_CASES = tuple(Case("small", "fp8_block", recipe) for recipe in (*RECIPES, Recipe("masked", row_tile=64)))

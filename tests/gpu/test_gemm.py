@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphmoe import reference
+from graphmoe.formats import ue8m0
 from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight, quantize_rows
 from graphmoe.gemm.deep_gemm import DeepGemm
 from graphmoe.layout import RowLayout
@@ -13,7 +14,7 @@ from tests.checks import routings
 from tests.gpu.cases import CASES, Case, weights_of
 
 # bf16 output: half a step is 2^-9. FP8: Hopper's reduced accumulation over 128 products adds about 2^-10 of the row's norm.
-LIMIT = {"bf16": 2.0**-8, "fp8_block": 2.0**-8}
+LIMIT = {"bf16": 2.0**-8, "fp8_block": 2.0**-8, "ue8m0": 2.0**-8}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -22,6 +23,7 @@ def test_live_rows_equal_float64(case: Case, compiled: None) -> None:
     options = dict(case.recipe.options)
     kind = case.recipe.path
     layout = RowLayout.masked(spec, t, options["row_tile"]) if kind == "masked" else RowLayout.contiguous(kind, spec, t, options["block_e"])  # type: ignore[arg-type]
+    quantise = ue8m0.quantize_rows if case.fmt == "ue8m0" else quantize_rows
     gemm = DeepGemm(case.fmt, torch.device("cuda", 0))
     for _, ids in routings(spec, t, seed=3, device="cuda"):
         row_of = torch.empty(ids.shape, dtype=torch.int32, device="cuda")
@@ -31,7 +33,7 @@ def test_live_rows_equal_float64(case: Case, compiled: None) -> None:
         for weight, scale in ((weights.w13, weights.w13_scale_inv), (weights.w2, weights.w2_scale_inv)):
             columns = weight.shape[2]
             values = torch.randn(layout.segments, layout.segment_rows, columns, device="cuda").bfloat16()
-            a, a_scales = (values, None) if scale is None else quantize_rows(values)
+            a, a_scales = (values, None) if scale is None else quantise(values)
             exact = values.double() if a_scales is None else dequantize_rows(a, a_scales).double()
             padding = torch.ones(layout.rows, dtype=torch.bool, device="cuda")
             padding[row_of[row_of >= 0].long()] = False

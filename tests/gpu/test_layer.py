@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from graphmoe import MoERuntime, bounds
+from graphmoe.formats import FORMATS
 from graphmoe.measure import call_timing, floor_us, graph_timing, read_bandwidth
 from graphmoe.runtime import MoELayer
-from tests.checks import POISONS, ROUTINGS, assert_rows, bits, oracle, poison, random_inputs, routings
+from tests.checks import POISONS, RECIPES, ROUTINGS, assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
 from tests.gpu.cases import BUCKETS, CASES, SHAPES, Case, weights_of
 
 DEVICE = torch.device("cuda", 0)
@@ -112,6 +113,44 @@ def test_padding_and_company_change_no_bit(case: Case, compiled: None) -> None:
         assert torch.equal(bits(runtime.replay(t))[:mine], want[:mine]), f"padding after {name}"
     assert torch.equal(bits(runtime(x, ids, router)), want)
     runtime.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("fmt", list(FORMATS))
+def test_paths_agree_bit_for_bit(shape: str, fmt: str, compiled: None, table: list[str]) -> None:
+    """Every layout gives a row to the same GEMM arithmetic: one output, whatever the path."""
+    spec, weights = SHAPES[shape], weights_of(shape, fmt)
+    for t in (1, 16, 128):
+        x, router = random_inputs(spec, t, seed=t, device="cuda")
+        for name, ids in routings(spec, t, seed=t, device="cuda"):
+            outputs = {}
+            for recipe in RECIPES:
+                with MoERuntime(spec, weights, buckets=[t], path=recipe, progress=False) as runtime:
+                    outputs[str(recipe)] = bits(runtime(x, ids, router)).clone()
+            want = outputs.pop(str(RECIPES[0]))
+            for recipe_name, got in outputs.items():
+                assert torch.equal(got, want), f"{recipe_name} differs from {RECIPES[0]} at T={t}, {name}"
+    table.append(f"{shape} | {fmt}: all paths agree bit for bit at T = 1, 16, 128 on every routing")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_layer_and_its_requantised_twin_differ_by_rounding_alone(shape: str, compiled: None, table: list[str]) -> None:
+    """Requantised weights move a row by about one more e4m3 rounding of w13 and w2; each form equals its own oracle (see the cases above)."""
+    spec, t = SHAPES[shape], 64
+    plain = random_weights(spec, "fp8_block", seed=11, device="cuda")
+    x, router = random_inputs(spec, t, device="cuda")
+    ids = dict(routings(spec, t, device="cuda"))["balanced"]
+    with MoERuntime(spec, plain, buckets=[t], path="psum", progress=False) as runtime:
+        before = runtime(x, ids, router).double()
+    twin = plain.requantize("ue8m0")
+    with MoERuntime(spec, twin, buckets=[t], path="psum", progress=False) as runtime:
+        after = runtime(x, ids, router).double()
+        assert_rows(runtime(x, ids, router), oracle(x, ids, router, twin), "ue8m0")
+    norm = before.norm(dim=-1)
+    live = norm > 0
+    moved = float(((after - before).norm(dim=-1)[live] / norm[live]).max())
+    table.append(f"{shape}: a row moves by at most {moved:.4f} of its norm when the layer's weights and activations become UE8M0")
+    assert moved < 0.12
 
 
 @pytest.mark.parametrize("shape", SHAPES)
