@@ -25,12 +25,14 @@ class CapturedStep:
         kernels: what it launches, read back from the graph.
         seconds: capture and instantiation.
         nbytes: device memory that the driver took for it (0 where it fitted into memory already held).
+        allocations: how often torch's allocator was asked for device memory during the capture; 0 for a static step.
     """
 
     graph: torch.cuda.CUDAGraph
     kernels: tuple[KernelNode, ...]
     seconds: float
     nbytes: int
+    allocations: int
 
 
 @contextmanager
@@ -52,6 +54,7 @@ def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
     """
     started = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info()
+    allocations_before = _allocations()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
@@ -63,14 +66,15 @@ def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
             graph.reset()
         raise
     graph.capture_end()
+    allocations = _allocations() - allocations_before
     kernels = kernel_nodes(graph)
     graph.instantiate()
     torch.cuda.current_stream().synchronize()
     free_after, _ = torch.cuda.mem_get_info()
-    return CapturedStep(graph, kernels, time.perf_counter() - started, max(0, free_before - free_after))
+    return CapturedStep(graph, kernels, time.perf_counter() - started, max(0, free_before - free_after), allocations)
 
 
-def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPlan, pool: Any) -> None:
+def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPlan) -> None:
     """Hold a captured step against its plan.
 
     Raises:
@@ -84,11 +88,17 @@ def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPl
     complaint = path.check_blocks(bucket.options, gemm_threads)
     if complaint:
         raise CaptureError(f"{where}: {complaint}")
-    held = pool_bytes(pool)
-    if held:
-        raise CaptureError(f"{where}: capture allocated {held} bytes from the graph pool; a step may not allocate")
+    if captured.allocations:
+        raise CaptureError(
+            f"{where}: torch's allocator was asked for device memory {captured.allocations} time(s) during capture; a step may not allocate, "
+            "and no other thread may on this device while a runtime is built"
+        )
 
 
-def pool_bytes(pool: Any) -> int:
-    """Device memory that torch's allocator holds for a graph pool: what captured steps allocated. 0 for a static step."""
-    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(mempool_id=pool))
+def _allocations() -> int:
+    """Allocations of this process on the current device so far.
+
+    (`torch.cuda.memory_snapshot(mempool_id=)` would look into the graph pool itself, but in torch 2.11 calling it again and again corrupts the
+    interpreter's heap.)
+    """
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])

@@ -24,7 +24,7 @@ class BucketReport:
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """See `MoERuntime.report`; `str()` renders a table. `pool_bytes` is what capture allocated beside the arena: 0 for static steps."""
+    """See `MoERuntime.report`; `str()` renders a table. `capture_allocations` counts device allocations during capture: 0."""
 
     device: str
     emulated: bool
@@ -32,7 +32,7 @@ class RuntimeReport:
     gemm: str
     layers: int
     arena_bytes: int
-    pool_bytes: int
+    capture_allocations: int
     build_seconds: float
     promise_broken: bool
     fingerprint: str
@@ -42,7 +42,7 @@ class RuntimeReport:
         graphs = "graphs emulated" if self.emulated else f"{self.layers * len(self.buckets)} graphs"
         title = (
             f"{self.layers} layer(s) on {self.device}, {self.fmt}, {self.gemm} GEMM, {graphs}, arena {self.arena_bytes / 2**20:.2f} MiB, "
-            f"graph pool {self.pool_bytes} bytes, "
+            f"{self.capture_allocations} allocations in capture, "
             f"built in {self.build_seconds:.2f} s, promise broken: {'yes' if self.promise_broken else 'no'}"
         )
         table = Table(title=title, title_justify="left")

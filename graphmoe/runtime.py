@@ -19,7 +19,7 @@ from graphmoe import reference
 from graphmoe.arena import Arena
 from graphmoe.buckets import BucketLadder, Overflow
 from graphmoe.call import check_call, refuse_shifted_overlap
-from graphmoe.capture import CapturedStep, capture_step, pool_bytes, prove, side_stream
+from graphmoe.capture import CapturedStep, capture_step, prove, side_stream
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.flag import StickyFlag
@@ -228,7 +228,7 @@ class MoERuntime:
             gemm=self.plan.gemm,
             layers=len(self.layers),
             arena_bytes=self._arena.nbytes,
-            pool_bytes=pool_bytes(self._pool) if self._graphs else 0,
+            capture_allocations=sum(graph.allocations for graph in self._graphs.values()),
             build_seconds=self._build_seconds,
             promise_broken=self._flag.read(),
             fingerprint=self.plan.fingerprint,
@@ -302,7 +302,7 @@ class MoERuntime:
                 captured = capture_step(lambda bucket=bucket, layer=layer: bucket.run(layer), pool)  # type: ignore[misc]
                 self._graphs[layer, t] = captured
                 planned = self.plan.bucket(t)
-                prove(captured, bucket.bound[layer], get_path(planned.recipe.path), planned, pool)
+                prove(captured, bucket.bound[layer], get_path(planned.recipe.path), planned)
                 bar.advance(task)
             self._flag.clear()
 

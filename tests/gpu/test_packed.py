@@ -21,7 +21,8 @@ def test_packing_equals_deep_gemms(groups: int, rows: int, columns: int) -> None
     mine = ue8m0.pack(scales)
     assert mine.shape == theirs.shape
     assert torch.equal(mine, theirs)
-    assert mine.stride()[1:] == theirs.stride()[1:]
+    assert mine.stride(1) == theirs.stride(1) == 1 or rows == 1
+    assert mine.stride(2) == theirs.stride(2) or mine.shape[2] == 1
     for ops in (kernels, reference):
         out = torch.full((groups, -(-columns // 4), -(-rows // 4) * 4), 0x7E7E7E7E, dtype=torch.int32, device="cuda")
         ops.pack(scales, out=out)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -43,6 +45,32 @@ def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: li
     )
     # The first round loads each recipe's kernels onto the device.
     assert set(free[len(RECIPES) :]) == {free[len(RECIPES)]}, free
+
+
+def test_capture_leaves_the_graph_pool_empty(compiled: None, table: list[str]) -> None:
+    """`memory_snapshot(mempool_id=pool)` of a built runtime; in a process of its own, because torch 2.11 may crash some time after that call."""
+    script = """if True:
+        import torch
+        from graphmoe import MoERuntime
+        from tests.checks import RECIPES, random_weights
+        from tests.gpu.cases import SMALL
+        weights = random_weights(SMALL, "fp8_block", device="cuda")
+        for recipe in RECIPES:
+            runtime = MoERuntime(SMALL, weights, buckets=[1, 8, 32], path=recipe, progress=False)
+            print(len(torch.cuda.memory_snapshot(mempool_id=runtime._pool)), flush=True)
+        """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0"] * len(RECIPES), done.stdout + done.stderr
+    table.append(f"segments in the graph pool after capture, {len(RECIPES)} recipes: {' '.join(done.stdout.split())}")
+
+
+def test_hundreds_of_builds_and_closes_under_garbage_collection(weights: ExpertWeights) -> None:
+    batch = _batch(5)
+    for build in range(300):
+        with MoERuntime(SPEC, weights, buckets=[8], path="psum", progress=False) as made:
+            made(*batch)
+        if build % 7 == 0:
+            gc.collect()
 
 
 def test_calls_allocate_nothing(runtime: MoERuntime) -> None:
