@@ -19,9 +19,8 @@ from torch import Tensor
 
 from graphmoe.checkpoint import INDEX_NAME, SCALE_SUFFIX, CheckpointReader, read_metadata, write_file, write_index
 from graphmoe.errors import CheckpointError, UnknownRecipe
-from graphmoe.formats import BLOCK
-from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
-from graphmoe.formats.ue8m0 import requantize_ue8m0
+from graphmoe.formats import BLOCK, fp8_block, ue8m0
+from graphmoe.formats.fp8_block import dequantize_weight
 
 TARGETS = {"ue8m0": "ue8m0", "fp8": "fp8_block", "bf16": "bf16"}
 """Names on the command line, and the formats they mean."""
@@ -126,6 +125,8 @@ def _convert(reader: CheckpointReader, key: str, fmt: str) -> tuple[dict[str, Te
         return {key: weight} | ({key + SCALE_SUFFIX: scale} if scale is not None else {}), []
     if weight.dim() == 2:
         new, new_scale, moved, size = _convert_matrix(weight, scale, fmt)
+        # Kept results must not lie between the temporaries that made them: the heap could give nothing back.
+        new = new.clone()
     else:  # fused experts, one at a time
         matrices = [_convert_matrix(one, None if scale is None else scale[e], fmt) for e, one in enumerate(weight)]
         new = torch.stack([matrix[0] for matrix in matrices])
@@ -144,9 +145,10 @@ def _convert_matrix(weight: Tensor, scale: Tensor | None, fmt: str) -> tuple[Ten
     if fmt == "bf16":
         new = original.to(torch.bfloat16)
         return new, None, float((new.double() - original.double()).square().sum()), size
-    payload, new_scale = quantize_weight(weight) if scale is None else (weight, scale.float())
-    if fmt == "ue8m0":
-        payload, new_scale = requantize_ue8m0(payload, new_scale)
+    if scale is None:
+        payload, new_scale = (ue8m0 if fmt == "ue8m0" else fp8_block).quantize_weight(weight)
+    else:
+        payload, new_scale = ue8m0.requantize_ue8m0(weight, scale) if fmt == "ue8m0" else (weight, scale.float())
     moved = float((dequantize_weight(payload, new_scale).double() - original.double()).square().sum())
     return payload, new_scale.to(torch.float8_e8m0fnu) if fmt == "ue8m0" else new_scale, moved, size
 

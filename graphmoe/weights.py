@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, write_tensors
 from graphmoe.errors import WeightsMismatch
-from graphmoe.formats import BLOCK, SCALES_PER_WORD, ScaleFormat, get_format
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, ScaleFormat, get_format, ue8m0
 from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
 from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
 from graphmoe.loading import load_experts
@@ -96,9 +96,9 @@ class ExpertWeights:
                 raise WeightsMismatch(f"{name} holds NaN or infinity")
         if fmt == "bf16":
             return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())
-        experts = ((*quantize_weight(w13[e]), *quantize_weight(w2[e])) for e in range(spec.num_local_experts))
-        made = cls._from_experts(spec, "fp8_block", experts, w13.device)
-        return made if fmt == made.fmt else made.requantize(fmt)
+        quantise = quantize_weight if fmt == "fp8_block" else ue8m0.quantize_weight
+        experts = ((*quantise(w13[e]), *quantise(w2[e])) for e in range(spec.num_local_experts))
+        return cls._from_experts(spec, fmt, experts, w13.device)
 
     @classmethod
     def from_fp8(
@@ -133,6 +133,7 @@ class ExpertWeights:
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
+        self._refuse_packed()
         if self.w13_scale_inv is None or self.w2_scale_inv is None:
             return self.w13.float(), self.w2.float()
         return dequantize_weight(self.w13, self.w13_scale_inv), dequantize_weight(self.w2, self.w2_scale_inv)
@@ -140,8 +141,9 @@ class ExpertWeights:
     def requantize(self, fmt: str) -> ExpertWeights:
         """These weights with power-of-two scales: both pairs, scale and payload, exact for each block's true values.
 
-        Works in place, one expert at a time: peak memory is the weights plus one expert in float64. Tensors keep their storage, so a runtime
-        that was built on them computes with the new values in its next replay; this object's own label stays what it was: use the one returned.
+        Works in place, one expert at a time: peak memory is the weights plus one expert's float64 temporaries. Tensors keep their storage, so a
+        runtime that was built on them computes with the new values in its next replay. This object's own label stays what it was: use the one
+        returned.
 
         Args:
             fmt: `"ue8m0"`. Weights that already are of this format come back as they are.
@@ -153,6 +155,10 @@ class ExpertWeights:
             return self
         if fmt != "ue8m0" or self.w13_scale_inv is None or self.w2_scale_inv is None:
             raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}; 'fp8_block' can, to 'ue8m0'")
+        self._refuse_packed()
+        for payload in (self.w13, self.w2):  # refuse before the first expert is overwritten
+            if any(bool((expert.view(torch.uint8) & 0x7F == 0x7F).any()) for expert in payload):
+                raise WeightsMismatch("the weights hold NaN: a block would become NaN as a whole")
         for payload, scale in ((self.w13, self.w13_scale_inv), (self.w2, self.w2_scale_inv)):
             for e in range(self.spec.num_local_experts):
                 new_payload, new_scale = requantize_ue8m0(payload[e], scale[e])
@@ -162,7 +168,7 @@ class ExpertWeights:
 
     def prepared(self, arch: str) -> ExpertWeights:
         """These weights as an arch's GEMM takes them: themselves, or on SM100 with scales packed per row (payloads are shared)."""
-        if get_format(self.fmt).on(arch).scales is not ScaleFormat.UE8M0_PACKED:
+        if get_format(self.fmt).on(arch).scales is not ScaleFormat.UE8M0_PACKED or self._packed:
             return self
         assert self.w13_scale_inv is not None
         assert self.w2_scale_inv is not None
@@ -179,6 +185,14 @@ class ExpertWeights:
         """The tensors that exist in this format, by attribute name."""
         named = {"w13": self.w13, "w2": self.w2, "w13_scale_inv": self.w13_scale_inv, "w2_scale_inv": self.w2_scale_inv}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def _packed(self) -> bool:
+        return self.w13_scale_inv is not None and self.w13_scale_inv.dtype == torch.int32
+
+    def _refuse_packed(self) -> None:
+        if self._packed:
+            raise WeightsMismatch("these weights are packed for sm100; use the ones they were prepared from")
 
     @property
     def device(self) -> torch.device:
@@ -205,6 +219,7 @@ class ExpertWeights:
         Returns:
             the file written.
         """
+        self._refuse_packed()
         spec, tensors = self.spec, {}
         for e in range(spec.num_local_experts):
             for name, part, scale in self._checkpoint_parts(e):
@@ -262,6 +277,7 @@ class ExpertWeights:
         Raises:
             WeightsMismatch: a `tp` that does not divide the intermediate size, or a rank that does not exist.
         """
+        self._refuse_packed()
         cut = IntermediateShard.of(self.spec, tp, tp_rank, get_format(self.fmt).divisor)
         gate_up = (half.chunk(2, dim=1) if half is not None else (None, None) for half in (self.w13, self.w13_scale_inv))
         pairs = [cut.cut(weight, scale, dim=1) for weight, scale in zip(*gate_up, strict=True) if weight is not None]

@@ -5,6 +5,8 @@ The format of DeepSeek-V3 and Qwen3 FP8 checkpoints (`weight_scale_inv` is this 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,23 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest normal float32: the scale of a block of zeros, so that no scale is ever 0 and no division makes a NaN."""
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def scale_of(amax: Tensor) -> Tensor:
+    """The float32 scale of a block whose largest magnitude is `amax`.
+
+    Divides by a tensor: on CUDA torch turns a division by a Python number into a product with its reciprocal, one bit off.
+    """
+    return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
+
+
+def quantize_weight(weight: Tensor, *, scale_of: Callable[[Tensor], Tensor] = scale_of) -> tuple[Tensor, Tensor]:
     """Quantise weights per 128x128 block.
 
     Args:
         weight: float `[..., N, K]`, finite.
+        scale_of: from a block's largest magnitude to its scale; `amax / 448` by default.
 
     Returns:
-        e4m3 `[..., N, K]` and float32 scales `[..., ceil(N/128), ceil(K/128)]`, `scale = amax / 448` of each block.
+        e4m3 `[..., N, K]` and float32 scales `[..., ceil(N/128), ceil(K/128)]`.
     """
     n, k = weight.shape[-2:]
     padded = torch.nn.functional.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
@@ -57,14 +68,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(payload: Tensor, scale: Tensor) -> Tensor:
     """float32 `[..., K]` of e4m3 rows and their `[..., K/128]` scales."""
     return payload.float() * scale.repeat_interleave(BLOCK, -1)
-
-
-def scale_of(amax: Tensor) -> Tensor:
-    """The float32 scale of a block whose largest magnitude is `amax`.
-
-    Divides by a tensor: on CUDA torch turns a division by a Python number into a product with its reciprocal, one bit off.
-    """
-    return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def to_e4m3(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.errors import WeightsError
-from graphmoe.formats import BLOCK, SCALES_PER_WORD
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, fp8_block
 from graphmoe.formats.fp8_block import E4M3_MAX, to_e4m3
 
 TMA_ROWS = 4
@@ -49,6 +49,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_e4m3(groups / scale[..., None]).flatten(-2), scale
 
 
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`fp8_block.quantize_weight` straight to power-of-two scales."""
+    return fp8_block.quantize_weight(weight, scale_of=scale_of)
+
+
 def requantize_ue8m0(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] = (BLOCK, BLOCK)) -> tuple[Tensor, Tensor]:
     """Block FP8 with any scales -> block FP8 with power-of-two scales: scale *and* payload are requantised.
 
@@ -64,7 +69,7 @@ def requantize_ue8m0(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] =
         e4m3 `[..., N, K]` and float32 powers of two, in new tensors.
 
     Raises:
-        WeightsError: a dtype or shape that does not fit, or a scale that is NaN, infinite or negative.
+        WeightsError: a dtype or shape that does not fit, a scale that is NaN, infinite or negative, or NaN in the payload.
     """
     _check(weight, scale_inv, block)
     n, k = weight.shape[-2:]
@@ -74,8 +79,15 @@ def requantize_ue8m0(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] =
     old = scale_inv.double()
     new = scale_of(blocks.abs().amax(dim=(-3, -1)).double() * old)
     ratio = (old / new.double())[..., :, None, :, None]
-    payload = to_e4m3(blocks.double() * ratio)
+    payload = to_e4m3(_on_e4m3_grid(blocks.double() * ratio))
     return payload.flatten(-4, -3).flatten(-2)[..., :n, :k].contiguous(), new
+
+
+def _on_e4m3_grid(values: Tensor) -> Tensor:
+    """float64 values rounded to the nearest e4m3 value, ties to even; torch's own cast rounds to float32 first, which moves what is next to a tie."""
+    exponent = (torch.frexp(values).exponent - 1).clamp(-6, 8)
+    step = torch.ldexp(torch.ones_like(values), exponent - 3)
+    return (values / step).round() * step
 
 
 def pack(scale: Tensor) -> Tensor:
@@ -92,8 +104,10 @@ def pack(scale: Tensor) -> Tensor:
     words = -(-columns // SCALES_PER_WORD)
     exponents = (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
     padded = torch.nn.functional.pad(exponents, (0, words * SCALES_PER_WORD - columns, 0, -rows % TMA_ROWS))
-    stored = padded.unflatten(-1, (words, SCALES_PER_WORD)).transpose(-3, -2).contiguous()  # [..., words, rows, 4]
-    return stored.view(torch.int32).squeeze(-1)[..., :rows].transpose(-1, -2)
+    by_row = padded.view(torch.int32)  # [..., stored rows, words]
+    # `contiguous()` would keep the strides of a single word as they are, and deep_gemm asserts them.
+    stored = torch.empty(*by_row.shape[:-2], words, by_row.shape[-2], dtype=torch.int32, device=scale.device)
+    return stored.copy_(by_row.transpose(-1, -2))[..., :rows].transpose(-1, -2)
 
 
 def pack_weight_scale(scale: Tensor, rows: int) -> Tensor:
@@ -127,6 +141,8 @@ def _check(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> None:
         )
     if not bool((scale_inv.float().isfinite() & (scale_inv.float() >= 0)).all()):
         raise WeightsError("scale_inv holds a scale that is NaN, infinite or negative")
+    if bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise WeightsError("weight holds NaN: its block would become NaN as a whole")
 
 
 assert E4M3_MAX == 0.875 * 2**9

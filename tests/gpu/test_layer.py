@@ -78,9 +78,8 @@ def test_every_bucket_equals_the_oracle(case: Case, compiled: None, oracles: dic
             f"arena {report[t].bucket_bytes / 2**20:8.1f} MiB  graph {graph.median_us:7.1f} +-{graph.spread_us:4.1f} us  "
             f"call {call.median_us:7.1f} us  graph/floor {ratio}  worst row {worst[t]:.4f}"
         )
-    table.append(
-        f"{case.name:<48} capture {sum(b.capture_seconds for b in report.values()):.2f} s for {len(BUCKETS)} graphs, {allocations} allocations in capture"
-    )
+    seconds = sum(bucket.capture_seconds for bucket in report.values())
+    table.append(f"{case.name:<48} capture {seconds:.2f} s for {len(BUCKETS)} graphs, {allocations} allocations in capture")
     timed.close()
     runtime.close()
 
