@@ -44,6 +44,10 @@ class Arena:
     def seal(self) -> None:
         self._sealed = True
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until what this stream has been given is done, should the arena be dropped before."""
+        self._bytes.record_stream(stream)
+
     def poison(self, word: int) -> None:
         """Fill all scratch with a 32-bit word (0x7FC00000, -1, 0x7FFFFFFF, ...); static inputs, output and flag keep their values."""
         self._bytes[self.plan.static_bytes :].view(torch.int32).fill_(word)

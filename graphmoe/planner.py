@@ -239,7 +239,7 @@ class _Planner:
         return place(specs, 0, self.guard_bytes)
 
     def _bucket(self, tokens: int, wish: Wish, static_bytes: int) -> BucketPlan:
-        if wish != "auto":
+        if wish not in ("auto", Recipe("auto")):
             return self._with_recipe(tokens, Recipe.of(wish), "asked for", static_bytes)
         psum = Recipe("psum", block_e=64)
         if self.spec.num_experts == self.spec.num_local_experts or self.spec.num_local_experts > 32:

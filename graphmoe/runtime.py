@@ -376,10 +376,13 @@ class MoERuntime:
             stream = self._current_stream()
             if self._last_stream is not None and self._last_stream is not stream:
                 stream.wait_event(self._last_use)
-            yield True
-            raised = self._flag.poll(stream)
-            self._last_use.record(stream)
-            self._last_stream = stream
+            raised = False
+            try:
+                yield True
+                raised = self._flag.poll(stream)
+            finally:  # whatever was launched before an interruption still uses the arena
+                self._last_use.record(stream)
+                self._last_stream = stream
             self._warn_if(raised)
 
     def _warn_if(self, raised: bool) -> None:
@@ -397,6 +400,7 @@ class MoERuntime:
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
         if raw not in self._streams:
             self._streams[raw] = torch.cuda.current_stream(self.device)
+            self._arena.used_on(self._streams[raw])
         return self._streams[raw]
 
     def _bucket(self, bucket: int) -> _Bucket:
