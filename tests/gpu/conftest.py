@@ -38,9 +38,11 @@ def compiled() -> None:
         )
         return "" if done.returncode == 0 else f"{case.name}:\n{done.stderr[-2000:]}"
 
+    # deep_gemm's kernels for ue8m0 on SM90 are those for fp8_block.
+    cases = [case for case in (*CASES, *SMALL_CASES) if case.fmt != "ue8m0"]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        failures = [failure for failure in pool.map(warm, (*CASES, *SMALL_CASES)) if failure]
-    print(f"\ncompiled {len(CASES) + len(SMALL_CASES)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
+        failures = [failure for failure in pool.map(warm, cases) if failure]
+    print(f"\ncompiled {len(cases)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
     assert not failures, "\n".join(failures[:2])
 
 
