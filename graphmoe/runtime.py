@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -260,6 +261,18 @@ class MoERuntime:
         self.close()
 
     def _build(self, weights: list[ExpertWeights], progress: bool) -> None:
+        self._allocate(weights)
+        if self.device.type == "cuda":
+            self._last_use = torch.cuda.Event()
+            try:
+                self._capture(progress)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # their locals would keep the arena for as long as the error is kept
+                self._release()
+                raise
+        self._arena.seal()
+
+    def _allocate(self, weights: list[ExpertWeights]) -> None:
         ops, gemm = _backend(self.plan, self.device)
         fmt = get_format(self.plan.fmt).on(self.plan.arch)
         self._ops = ops
@@ -275,20 +288,13 @@ class MoERuntime:
             path = get_path(bucket.recipe.path)
             bound = tuple(path.bind(self.spec, fmt, t, bucket.options, buffers, one, ops, gemm) for one in weights)
             self._buckets[t] = _Bucket(StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t]), static["y"][:t], bound)
-        if self.device.type == "cuda":
-            self._last_use = torch.cuda.Event()
-            try:
-                self._capture(progress)
-            except BaseException:
-                self._release()
-                raise
-        self._arena.seal()
 
     def _capture(self, progress: bool) -> None:
         self._pool = pool = torch.cuda.graph_pool_handle()
-        with side_stream(self.device) as stream, Progress(console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        show = progress and console.is_terminal
+        with side_stream(self.device) as stream, Progress(console=console, transient=True, disable=not show) as bar:
             keys = [(layer, t) for t in sorted(self._buckets, reverse=True) for layer in range(len(self._buckets[t].bound))]
-            bar.disable = not (progress and bar.console.is_terminal)
             task = bar.add_task("capturing", total=len(self._buckets) + len(keys))
             self._warm_stage()
             for t in sorted(self._buckets, reverse=True):

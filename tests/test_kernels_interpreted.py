@@ -6,6 +6,7 @@ FP8 is left to the GPU tests: the interpreter casts to e4m3 differently.
 from __future__ import annotations
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled here; tests/gpu compares them", allow_module_level=True)
 
 from graphmoe import kernels
+from graphmoe.kernels import route as _route_function
+
+route_module = sys.modules[_route_function.__module__]
 
 # An interpreted program costs milliseconds.
 few = settings(max_examples=max(5, settings().max_examples // 6))
@@ -58,6 +62,28 @@ def test_route_equals_its_twin_exactly(routing: strategies.Routing, broken: bool
     for layout in layouts(routing.spec, routing.tokens):
         for mine, twin in zip(routed(kernels, ids, routing.spec, layout), routed(reference, ids, routing.spec, layout), strict=True):
             assert torch.equal(mine, twin), layout
+
+
+@pytest.mark.parametrize("block", [16, 1024])
+@pytest.mark.parametrize("distinct", [True, False])
+def test_route_over_several_chunks_with_every_kind_of_id(block: int, distinct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, counts and the flag carry over chunks; ids of E and beyond, negative ones and duplicates in the first and in the last chunk."""
+    monkeypatch.setattr(route_module, "_BLOCK", block)
+    spec = MoESpec(5, 4, 128, 128, distinct_topk=distinct)
+    clean = torch.stack([torch.roll(torch.arange(5), t)[:4] for t in range(17)]).int()
+    clean[2] = torch.tensor([5, 0, -1, 6])
+    clean[9] = torch.tensor([-5, 2**31 - 1, 4, 5])
+    for broken in ((), (0,), (16,), (0, 8, 16)):
+        ids = clean.clone()
+        for token in broken:
+            ids[token, 3] = ids[token, 1]
+        for layout in layouts(spec, 17):
+            mine, twin = routed(kernels, ids, spec, layout), routed(reference, ids, spec, layout)
+            for got, want in zip(mine, twin, strict=True):
+                assert torch.equal(got, want), f"{layout} broken={broken}"
+            assert int(mine[2]) == (1 if distinct and broken else 0)
+            if distinct:
+                assert int((mine[0] == -2).sum()) == 2 * len(broken)
 
 
 @few

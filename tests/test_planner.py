@@ -684,3 +684,13 @@ def test_a_plan_needs_no_torch_and_is_the_same_in_every_process(hash_seed: str) 
     spec = named_spec("qwen3-30b-a3b").shard(ep=8, ep_rank=3)
     here = [plan(spec, "vllm", fmt=fmt, recipes={8: Recipe("compact", block_e=64)}).fingerprint for fmt in ("fp8_block", "bf16")]
     assert run.stdout.split() == here
+
+
+def test_a_captured_gemm_whose_tiles_do_not_fit_the_slots_is_found() -> None:
+    """256 threads store 64 rows, 384 store 128; anything else is not known to be safe."""
+    masked, psum = get_path("masked"), get_path("psum")
+    assert masked.check_blocks({"row_tile": 128}, (256, 384)) is None
+    assert masked.check_blocks({"row_tile": 64}, (256, 256)) is None
+    assert "row_tile=128" in str(masked.check_blocks({"row_tile": 64}, (256, 384)))
+    assert "512 threads" in str(masked.check_blocks({"row_tile": 128}, (512,)))
+    assert psum.check_blocks({"block_e": 64}, (512,)) is None

@@ -69,6 +69,7 @@ def test_any_routing_equals_the_oracle_and_padding_changes_no_bit(recipe: Recipe
             assert_rows(y, oracle(x, ids, router, weights), fmt, f"{routing}")
             bucket = runtime.plan.ladder.bucket_for(routing.tokens)
             inputs = runtime.inputs(bucket)
+            assert bool((inputs.topk_ids[routing.tokens :] == -1).all()), "padding tokens are routed nowhere"
             junk = data.draw(st.sampled_from([torch.nan, torch.inf, 3e38]))
             inputs.x[routing.tokens :] = junk
             inputs.topk_weights[routing.tokens :] = junk
