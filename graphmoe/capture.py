@@ -54,11 +54,12 @@ def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
     """
     started = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info()
-    allocations_before = _allocations()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
+        allocations = -_allocations()  # from here: beginning a capture lets torch allocate its random-number state
         run()
+        allocations += _allocations()
     except BaseException:
         with suppress(Exception):
             graph.capture_end()
@@ -66,7 +67,6 @@ def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
             graph.reset()
         raise
     graph.capture_end()
-    allocations = _allocations() - allocations_before
     kernels = kernel_nodes(graph)
     graph.instantiate()
     torch.cuda.current_stream().synchronize()
