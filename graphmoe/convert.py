@@ -53,8 +53,8 @@ def convert_checkpoint(
 ) -> list[ConvertedFile]:
     """Convert every file of `source` into `target`.
 
-    A file that an earlier, interrupted run of the same conversion finished is kept. Peak host memory is the largest file of the result plus one
-    tensor, and one matrix of it in float64.
+    A file that an earlier, interrupted run of the same conversion finished is kept. Peak host memory is below twice the largest file of the result
+    plus 64 bytes an element of the largest matrix (its temporaries in float64).
 
     Args:
         source: a checkpoint directory, with or without an index; not changed.

@@ -88,7 +88,7 @@ def main() -> None:
     for column in ("step", "peak MiB", "bound MiB", "bound"):
         table.add_column(column, justify="left" if column in ("step", "bound") else "right")
     bounds = {
-        "convert": (largest + 100 * matrix, "largest file of the result + 100 bytes an element of one matrix (float64 temporaries)"),
+        "convert": (2 * largest + 64 * matrix, "twice the largest file of the result + 64 bytes an element of one matrix"),
         "load": (largest + 4 * matrix, "the layer + one projection and its shard"),
     }
     failed = False
