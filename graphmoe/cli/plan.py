@@ -78,9 +78,9 @@ def _rows_table(spec: MoESpec, made: Plan) -> Table:
         "64 arbitrary",
         "128 distinct",
         "128 arbitrary",
-        "engines, 128",
+        "loose, 128",
         "masked slots",
-        "engines' slots",
+        "loose slots",
         "chosen",
     ):
         table.add_column(column, justify="right")
