@@ -318,7 +318,7 @@ class MoERuntime:
         h = self.spec.hidden_size
         storage = torch.zeros(h + 1, dtype=torch.bfloat16, device=self.device)
         weights = torch.zeros(1, self.spec.top_k, device=self.device)
-        for x in (storage[None, :h], storage[None, 1:]):
+        for x in (storage[:h].view(1, h), storage[1:].view(1, h)):  # row stride h: aligned and not
             for dtype in (torch.int32, torch.int64):
                 ids = torch.full((1, self.spec.top_k), -1, dtype=dtype, device=self.device)
                 self._ops.stage(x, ids, weights, x_out=inputs.x, ids_out=inputs.topk_ids, weights_out=inputs.topk_weights)

@@ -347,3 +347,16 @@ def test_deep_gemm_that_is_absent_is_a_diagnosis(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(MissingBackend, match=r"pip install 'graphmoe\[hopper\]'"):
         deep_gemm.DeepGemm("fp8_block", torch.device("cuda", 0))
+
+
+def test_every_variant_of_stage_is_warmed_up(runtime: MoERuntime) -> None:
+    """Aligned rows with int32 and int64 ids are what real calls have; none may compile in a decode loop."""
+    seen = []
+
+    class Recorder:
+        def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, **static: Tensor) -> None:
+            seen.append((x.data_ptr() % 8 == 0 and x.stride(0) % 4 == 0, topk_ids.dtype))
+
+    runtime._ops = Recorder()  # type: ignore[assignment]
+    runtime._warm_stage()
+    assert set(seen) == {(wide, dtype) for wide in (True, False) for dtype in (torch.int32, torch.int64)}
