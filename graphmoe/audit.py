@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphmoe.errors import CaptureError
+from graphmoe.errors import CaptureError, MissingBackend
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,14 @@ def kernel_nodes(graph: torch.cuda.CUDAGraph) -> tuple[KernelNode, ...]:
             KernelNode(_name(params), (params.gridDimX, params.gridDimY, params.gridDimZ), (params.blockDimX, params.blockDimY, params.blockDimZ))
         )
     return tuple(kernels)
+
+
+def require_cuda_python() -> None:
+    """Raise MissingBackend unless captured graphs can be read back."""
+    try:
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError as error:
+        raise MissingBackend(f"captured graphs are read back through cuda-python, which does not load: {error}; pip install cuda-python") from error
 
 
 def _name(params: Any) -> str:

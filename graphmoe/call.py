@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphmoe.arena import Arena
+from graphmoe.build import Bucket
 from graphmoe.errors import InvalidInput
 from graphmoe.spec import MoESpec
 
@@ -25,16 +27,43 @@ def check_call(spec: MoESpec, device: torch.device, x: Tensor, topk_ids: Tensor,
         raise InvalidInput(f"x has column stride {x.stride(1)}; pass x.contiguous()")
     if out is not None:
         _check_tensor("out", out, (tokens, h), (torch.bfloat16,), device)
+        if tokens > 0 and ((out.stride(1) != 1 and h > 1) or (out.stride(0) < h and tokens > 1)):
+            raise InvalidInput(f"out has strides {out.stride()}, expected rows apart from each other with a unit column stride")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidInput("out was made in inference mode and cannot be written outside of it; call inside torch.inference_mode(), or clone it")
     return tokens
 
 
 def refuse_shifted_overlap(x: Tensor, out: Tensor) -> None:
     """Chunks are written while later ones are still to be read: `out` may be `x` itself or apart from it, not a shifted view of its memory."""
     same = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
-    x_first, x_last = _extent(x)
-    out_first, out_last = _extent(out)
-    if not same and x_first < out_last and out_first < x_last:
+    if not same and _meet(x, out):
         raise InvalidInput("out overlaps x without being x: a chunked call would overwrite tokens that it has not read yet; pass a separate out")
+
+
+def refuse_lent_memory(arena: Arena, largest: Bucket, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> None:
+    """A call copies its inputs to the static buffers while it reads them: an input may be the static buffer itself or lie apart from it, not be
+    another view of its memory. The same holds for `out` and `y`. Another buffer of the runtime may be passed as an input: `y`, say.
+    """
+    static = largest.inputs
+    for name, given, buffer in (
+        ("x", x, static.x),
+        ("topk_ids", topk_ids, static.topk_ids),
+        ("topk_weights", topk_weights, static.topk_weights),
+        ("out", out, largest.y),
+    ):
+        if given is None or not arena.base <= given.data_ptr() < arena.base + arena.nbytes:
+            continue
+        itself = given.data_ptr() == buffer.data_ptr() and given.dtype == buffer.dtype and given.stride() == buffer.stride()
+        others = (static.x, static.topk_ids, static.topk_weights) if name != "out" else (largest.y,)
+        if not itself and any(_meet(given, other) for other in others):
+            raise InvalidInput(f"{name} is a view of the runtime's own buffers that the call writes while it reads it; pass {name}.clone()")
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    first, last = _extent(one)
+    other_first, other_last = _extent(other)
+    return first < other_last and other_first < last
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -52,26 +52,45 @@ def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
 
     A failure ends the capture and drops the graph; nothing is leaked and the next capture works.
     """
+    captured = _capture_once(run, pool)
+    if captured.allocations:  # torch counts every thread's; another thread's do not come again
+        captured.graph.reset()
+        captured = _capture_once(run, pool)
+    return captured
+
+
+def _capture_once(run: Callable[[], None], pool: Any) -> CapturedStep:
     started = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         allocations = -_allocations()  # from here: beginning a capture lets torch allocate its random-number state
         run()
         allocations += _allocations()
+        graph.capture_end()
+        kernels = kernel_nodes(graph)
+        graph.instantiate()
+        torch.cuda.current_stream().synchronize()
     except BaseException:
-        with suppress(Exception):
-            graph.capture_end()
-        with suppress(Exception):
-            graph.reset()
+        _abandon(graph, pool)
         raise
-    graph.capture_end()
-    kernels = kernel_nodes(graph)
-    graph.instantiate()
-    torch.cuda.current_stream().synchronize()
     free_after, _ = torch.cuda.mem_get_info()
     return CapturedStep(graph, kernels, time.perf_counter() - started, max(0, free_before - free_after), allocations)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture wherever it failed. When the driver has invalidated it, torch's own end raises half-way and keeps allocating to the pool."""
+    if torch.cuda.is_current_stream_capturing():
+        try:
+            graph.capture_end()
+        except Exception:
+            device = torch.cuda.current_device()
+            for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(Exception):
+                    undo(device, pool)
+    with suppress(Exception):
+        graph.reset()
 
 
 def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPlan) -> None:

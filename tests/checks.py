@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, bounds
+from graphmoe.build import Built
 from graphmoe.reference import ROW_ERROR, moe_layer, row_errors
 
 RECIPES = (
@@ -112,9 +113,14 @@ def assert_rows(y: Tensor, want: Tensor, fmt: str, where: str = "") -> float:
     return float(errors[worst])
 
 
+def built_of(runtime: MoERuntime) -> Built:
+    """What a runtime runs: its arena, buckets and graphs."""
+    return runtime._core.open()
+
+
 def poison(runtime: MoERuntime, word: int) -> None:
     """Fill every scratch byte of a runtime."""
-    runtime._arena.poison(word)
+    built_of(runtime).arena.poison(word)
 
 
 def oracle(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:

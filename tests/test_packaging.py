@@ -33,9 +33,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loading",),
     ("weights", "planner", "convert"),
     ("arena", "measure"),
-    ("step", "call", "device"),
+    ("step", "device"),
     ("audit",),
     ("capture",),
+    ("build",),
+    ("call",),
     ("runtime",),
     ("decode",),
     ("__init__",),
@@ -45,8 +47,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Parts of graphmoe (a file or a folder), from the ground up. A part imports itself and lower layers, nothing beside or above it."""
 
 IMPORTERS = {
-    "kernels": {"kernels", "runtime", "paths", "gemm", "dispatch", "decode"},
-    "reference": {"reference", "runtime", "decode", "measure", "integrations", "cli"},
+    "kernels": {"kernels", "build", "paths", "gemm", "dispatch", "decode"},
+    "reference": {"reference", "build", "decode", "measure", "integrations", "cli"},
     "cli": {"cli", "__main__"},
 }
 """Kernels and their twins are reached through what binds them, so that planning needs neither; the command line is nobody's library."""
@@ -143,7 +145,7 @@ def test_imports_go_one_way():
 def test_the_order_is_read_from_the_files():
     """What the reader of imports must see: plain, nested in a function, of the package, and nothing that only types need."""
     assert imported_parts(PACKAGE / "weights.py") == {"checkpoint", "errors", "formats", "loading", "sharding", "spec"}
-    assert {"reference", "kernels", "gemm", "paths", "step"} <= imported_parts(PACKAGE / "runtime.py")
+    assert {"reference", "kernels", "gemm", "paths", "step"} <= imported_parts(PACKAGE / "build.py")
     assert imported_parts(PACKAGE / "ops.py") == set()
     assert imported_parts(PACKAGE / "__main__.py") == {"cli"}
 

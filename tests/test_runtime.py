@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from graphmoe import BucketLadder, ExpertWeights, MoERuntime, MoESpec, Recipe
+from graphmoe import build as build_module
+from graphmoe.audit import require_cuda_python
+from graphmoe.build import Built, warm_stage
 from graphmoe.errors import (
     ArenaTooLarge,
     BatchTooLarge,
@@ -25,7 +32,7 @@ from graphmoe.errors import (
     UnsupportedShape,
     WeightsMismatch,
 )
-from tests.checks import assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
+from tests.checks import assert_rows, bits, built_of, oracle, poison, random_inputs, random_weights, routings
 
 SPEC = MoESpec(6, 3, 256, 128, routed_scaling_factor=1.5)
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -203,6 +210,103 @@ def test_errors_name_numbers_and_leave_the_runtime_usable(runtime: MoERuntime) -
         assert torch.equal(bits(runtime(x, ids, router)), want)
 
 
+def test_views_of_lent_buffers_are_refused_unless_they_are_the_buffer(runtime: MoERuntime) -> None:
+    x, ids, router = batch(3)
+    want = bits(runtime(x, ids, router)).clone()
+    inputs, y = runtime.inputs(8), runtime.replay(8)
+
+    def fill() -> None:
+        inputs.x[:3], inputs.topk_ids[:3], inputs.topk_weights[:3] = x, ids.int(), router
+
+    fill()
+    assert torch.equal(bits(runtime(inputs.x[:3], inputs.topk_ids[:3], inputs.topk_weights[:3])), want), "the buffers themselves"
+    flat_ids = inputs.topk_ids.flatten()
+    for bad in (
+        (inputs.x[1:4], ids, router),
+        (inputs.x[:6:2], ids, router),
+        (inputs.x.flatten()[1 : 1 + 3 * SPEC.hidden_size].view(3, -1), ids, router),
+        (x, inputs.topk_ids[2:5], router),
+        (x, flat_ids[:12:4].view(3, 1).expand(3, 3), router),
+        (x, ids, inputs.topk_weights[1:4]),
+    ):
+        with pytest.raises(InvalidInput, match=r"own buffers.*clone"):
+            runtime(*bad)
+    with pytest.raises(InvalidInput, match=r"out is a view.*own buffers"):
+        runtime(x, ids, router, out=y[1:4])
+    assert torch.equal(bits(runtime(x, ids, router, out=y[:3])), want), "out may be y itself"
+    y[4:7] = x
+    assert torch.equal(bits(runtime(y[4:7], ids, router)), want), "any rows of the last y may be the next x"
+    assert torch.equal(bits(runtime(x, ids, router, out=inputs.x[:3])), want), "out may be the next static input"
+
+
+def test_an_out_that_cannot_hold_the_rows_is_refused_before_anything_runs(runtime: MoERuntime) -> None:
+    x, ids, router = batch(4)
+    want = bits(runtime(x, ids, router)).clone()
+    h = SPEC.hidden_size
+    for out in (torch.empty(1, h).bfloat16().expand(4, h), torch.empty(h, 4).bfloat16().T, torch.empty(3 + h).bfloat16().as_strided((4, h), (1, 1))):
+        with pytest.raises(InvalidInput, match="out has strides"):
+            runtime(x, ids, router, out=out)
+    with torch.inference_mode():
+        made_inside = torch.zeros_like(x)
+    with pytest.raises(InvalidInput, match="inference mode"):
+        runtime(x, ids, router, out=made_inside)
+    with torch.inference_mode():
+        assert torch.equal(bits(runtime(x, ids, router, out=made_inside)), want)
+    assert torch.equal(bits(runtime(x, ids, router)), want)
+
+
+def test_a_dropped_runtime_is_freed_at_once(weights: ExpertWeights) -> None:
+    """Without a garbage collection: nothing in it refers to itself in a circle."""
+    made = MoERuntime(SPEC, weights, buckets=[1, 4], device="cpu")
+    made(*batch(2))
+    arena = weakref.ref(built_of(made).arena)
+    gc.disable()
+    try:
+        layer = made.layers[0]
+        del made
+        layer(*batch(2))
+        assert arena() is not None, "a layer that is kept keeps working"
+        del layer
+        assert arena() is None
+    finally:
+        gc.enable()
+
+
+def test_a_failed_build_keeps_neither_arena_nor_copies_of_weights(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref] = []
+
+    def fail(built: Built, *_: object) -> None:
+        kept.extend([weakref.ref(built.arena), weakref.ref(built.weights[0])])
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(build_module, "_bind", fail)
+    copies = replace(weights)
+    monkeypatch.setattr(ExpertWeights, "prepared", lambda self, arch: replace(copies))
+    try:
+        MoERuntime(SPEC, weights, buckets=[4], device="cpu")
+    except RuntimeError:
+        assert [reference() for reference in kept] == [None, None], "while the error is still handled"
+    assert len(kept) == 2
+
+
+def test_the_warning_repeats_even_if_graphmoe_was_imported_under_other_filters(runtime: MoERuntime) -> None:
+    x, ids, router = batch(3)
+    ids[1, 0] = ids[1, 1]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()
+        for _ in range(2):
+            runtime(x, ids, router)
+            runtime.clear_flag()
+    assert [warning.category for warning in seen] == [BrokenPromise] * 2
+    assert seen[0].filename == __file__
+
+
+def test_cuda_python_that_is_absent_is_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(MissingBackend, match="pip install cuda-python"):
+        require_cuda_python()
+
+
 def test_what_cannot_be_built_says_why(weights: ExpertWeights) -> None:
     def build(spec: MoESpec = SPEC, given: ExpertWeights | None = weights, **options: object) -> MoERuntime:
         return MoERuntime(spec, given, **({"buckets": [1, 8], "device": "cpu"} | options))  # type: ignore[arg-type]
@@ -317,10 +421,10 @@ def test_guard_bands_stay_untouched(weights: ExpertWeights) -> None:
         for tokens in (1, 8, 5):
             bucket = made.plan.bucket(tokens)
             poison(made, -1)
-            made._arena.fill_guards(bucket)
+            built_of(made).arena.fill_guards(bucket)
             data = batch(tokens)
             assert_rows(made(*data), oracle(*data, weights), "fp8_block")
-            assert made._arena.broken_guards(bucket) == []
+            assert built_of(made).arena.broken_guards(bucket) == []
 
 
 def test_report_and_log_say_what_was_decided(weights: ExpertWeights, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,8 +444,6 @@ def test_report_and_log_say_what_was_decided(weights: ExpertWeights, caplog: pyt
 
 
 def test_deep_gemm_that_is_absent_is_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     from graphmoe.gemm import deep_gemm
 
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
@@ -357,6 +459,7 @@ def test_every_variant_of_stage_is_warmed_up(runtime: MoERuntime) -> None:
         def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, **static: Tensor) -> None:
             seen.append((x.data_ptr() % 8 == 0 and x.stride(0) % 4 == 0, topk_ids.dtype))
 
-    runtime._ops = Recorder()  # type: ignore[assignment]
-    runtime._warm_stage()
+    built = built_of(runtime)
+    built.ops = Recorder()  # type: ignore[assignment]
+    warm_stage(built)
     assert set(seen) == {(wide, dtype) for wide in (True, False) for dtype in (torch.int32, torch.int64)}

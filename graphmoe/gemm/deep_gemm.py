@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from graphmoe.errors import MissingBackend, WrongBackend
 from graphmoe.formats import ue8m0
-from graphmoe.formats.fp8_block import quantize_weight
+from graphmoe.formats.fp8_block import quantize_rows, quantize_weight
 from graphmoe.gemm.torch import TorchGemm
-from graphmoe.layout import RowLayout
+from graphmoe.layout import LayoutKind, RowLayout
 
 PROVEN = {"2.11": ("0.1.5", "0.1.5.post1"), "2.13": ("0.1.5.post3", "0.1.6", "0.1.7", "0.2.0"), "2.14": ("0.2.2", "0.2.3.post2", "0.2.5")}
 """torch minor version -> `sgl-deep-gemm` versions whose symbols load with it. Run here: torch 2.11 with 0.1.5."""
@@ -36,14 +36,16 @@ _NAMES = {
 
 # deep_gemm's settings and launch attributes are process-global and not thread-safe: every call of it goes through this lock.
 _LOCK = threading.RLock()
-_CHECKED: set[tuple[str, int]] = set()
+_CHECKED: set[tuple[str, str, int]] = set()
 
 
 class DeepGemm:
     """Grouped GEMMs of the installed deep_gemm: on SM90 with float32 scales, on SM100 with packed ones (that one has not been run).
 
     Args:
-        fmt: weight format it will be called with; its self-check runs that format.
+        fmt: weight format it will be called with.
+        device: a CUDA device.
+        layouts: row layouts it will be called with; the self-check runs that format in each of them.
 
     Raises:
         MissingBackend: not installed, does not load, or lacks a function; the message says what to install.
@@ -52,7 +54,7 @@ class DeepGemm:
 
     name = "deep_gemm"
 
-    def __init__(self, fmt: str, device: torch.device) -> None:
+    def __init__(self, fmt: str, device: torch.device, layouts: Iterable[LayoutKind] = ("masked", "compact", "psum")) -> None:
         self._module = _import()
         kind = "bf16" if fmt == "bf16" else "fp8"
         self._masked = _resolve(self._module, f"{kind}_masked")
@@ -61,9 +63,11 @@ class DeepGemm:
         if major not in (9, 10):
             raise MissingBackend(f"deep_gemm's grouped GEMMs are for SM90 and SM100, this device is SM{major}{minor}")
         with _LOCK:
-            if (kind, device.index or 0) not in _CHECKED:
-                self._self_check(kind, device)
-                _CHECKED.add((kind, device.index or 0))
+            for layout in layouts:
+                key = (kind, layout, device.index or 0)
+                if key not in _CHECKED:
+                    self._self_check(kind, layout, device)
+                    _CHECKED.add(key)
 
     def __call__(
         self,
@@ -88,29 +92,41 @@ class DeepGemm:
         with _LOCK, _alignment(self._module, layout.align):
             self._contiguous(left, b if b_scales is None else (b, b_scales), out[0], groups, **psum)
 
-    def _self_check(self, kind: str, device: torch.device) -> None:
-        layout = RowLayout("compact", 2, 64, 1, 128)
+    def _self_check(self, kind: str, layout_kind: LayoutKind, device: torch.device) -> None:
+        """Two experts with 40 and 64 rows, in tiles of 64 (masked: slots of 128), against the same GEMM in torch."""
+        counts, k, n = (40, 64), 256, 128
+        slots, segments, segment_rows = (128, 2, 128) if layout_kind == "masked" else (64, 1, 128)
+        layout = RowLayout(layout_kind, 2, slots, segments, segment_rows)
+        groups = {
+            "masked": torch.tensor(counts),
+            "psum": torch.tensor([counts[0], 64 + counts[1]]),
+            "compact": torch.cat([torch.full((counts[0],), 0), torch.full((64 - counts[0],), -1), torch.full((64,), 1)]),
+        }[layout_kind].to(device, torch.int32)
         generator = torch.Generator(device=device).manual_seed(0)
-        a, b = (torch.randn(shape, generator=generator, device=device) for shape in ((1, 128, 256), (2, 128, 256)))
-        groups = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(64)
-        out, want = (torch.full((1, 128, 128), torch.nan, device=device, dtype=torch.bfloat16) for _ in range(2))
+        a, b = (torch.randn(shape, generator=generator, device=device) for shape in ((segments, segment_rows, k), (2, n, k)))
+        out, want = (torch.full((segments, segment_rows, n), torch.nan, device=device, dtype=torch.bfloat16) for _ in range(2))
         if kind == "bf16":
             a, b = a.bfloat16(), b.bfloat16()
             a_scales = b_scales = None
-        else:
+        elif torch.cuda.get_device_capability(device)[0] == 10:
             (a, a_rows), (b, b_scales) = ue8m0.quantize_rows(a), ue8m0.requantize_ue8m0(*quantize_weight(b))
+            a_scales, b_scales = ue8m0.pack(a_rows).transpose(1, 2), ue8m0.pack_weight_scale(b_scales, n)
+        else:
+            (a, a_rows), (b, b_scales) = quantize_rows(a), quantize_weight(b)
             a_scales = a_rows.transpose(1, 2).contiguous()
-            if torch.cuda.get_device_capability(device)[0] == 10:
-                a_scales, b_scales = ue8m0.pack(a_rows).transpose(1, 2), ue8m0.pack_weight_scale(b_scales, b.shape[1])
         try:
             self(layout, a, a_scales, b, b_scales, groups, out, 64)
             torch.cuda.synchronize(device)
         except Exception as error:
-            raise MissingBackend(f"{diagnosis()}; a first tiny GEMM failed: {error}; {_REMEDY}") from error
+            raise MissingBackend(f"{diagnosis()}; a first tiny {layout_kind} GEMM failed: {error}; {_REMEDY}") from error
         TorchGemm()(layout, a, a_scales, b, b_scales, groups, want, 64)
-        error_ratio = float((out.double() - want.double()).norm() / want.double().norm())
+        live = [slice(e * slots, e * slots + count) for e, count in enumerate(counts)]
+        got, wanted = (torch.cat([rows.flatten(0, 1)[part] for part in live]).double() for rows in (out, want))
+        error_ratio = float((got - wanted).norm() / wanted.norm())
         if not error_ratio < 0.01:
-            raise WrongBackend(f"{diagnosis()}; a first tiny {kind} GEMM is off by {error_ratio:.3g} of its norm (limit 0.01); {_REMEDY}")
+            raise WrongBackend(
+                f"{diagnosis()}; a first tiny {kind} {layout_kind} GEMM is off by {error_ratio:.3g} of its norm (limit 0.01); {_REMEDY}"
+            )
 
 
 def diagnosis() -> str:

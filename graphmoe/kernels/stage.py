@@ -52,7 +52,7 @@ def stage(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, x_out: Tensor, i
     Ids that int32 cannot hold become -1. `x` needs a unit column stride; rows, ids and weights may have any strides.
     """
     # bf16 columns are moved four at a time where the caller's addresses allow it.
-    wide = x.shape[1] % 4 == 0 and x.data_ptr() % 8 == 0 and x.stride(0) % 4 == 0 and x.shape[0] > 0
+    wide = x.shape[1] % 4 == 0 and x.data_ptr() % 8 == 0 and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0 and x.shape[0] > 0
     dtype = torch.int64 if wide else torch.int16
     source, target = x.view(dtype), x_out.view(dtype)
     width, top_k = source.shape[1], ids_out.shape[1]

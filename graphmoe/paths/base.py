@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from graphmoe.errors import UnknownRecipe
 from graphmoe.formats import Format
+from graphmoe.layout import LayoutKind
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 
@@ -72,6 +73,10 @@ class Path(Protocol):
     @property
     def weight_layout(self) -> str:
         """Which prepared form of the weights it reads; `"plain"` is the checkpoint's own `[E, N, K]`."""
+
+    @property
+    def gemm_layout(self) -> LayoutKind | None:
+        """The row layout of the library GEMMs that it calls; None if its kernels are its own."""
 
     def options(self, recipe: Recipe) -> dict[str, int]:
         """Every option with its value. Raises UnknownRecipe for an unknown option or value."""

@@ -36,6 +36,10 @@ class GroupedPath:
     name: LayoutKind
     weight_layout: str = "plain"
 
+    @property
+    def gemm_layout(self) -> LayoutKind:
+        return self.name
+
     def options(self, recipe: Recipe) -> dict[str, int]:
         return choose(recipe, row_tile=(128, 64)) if self.name == "masked" else choose(recipe, block_e=(64, 128))
 
@@ -68,15 +72,14 @@ class GroupedPath:
         return BoundGrouped(spec, fmt.scales, self.layout(spec, tokens, options), expected_rows, buffers, weights, ops, gemm)
 
     def check_blocks(self, options: Mapping[str, int], gemm_threads: tuple[int, ...]) -> str | None:
-        tile = options.get("row_tile")
-        if tile is None:
-            return None
+        name = "row_tile" if self.name == "masked" else "block_e"
+        tile = options[name]
         for threads in gemm_threads:
             stored = _ROWS_OF_THREADS.get(threads)
             if stored is None:
-                return f"a masked GEMM runs {threads} threads a block; known: {_ROWS_OF_THREADS} (threads: rows it stores)"
+                return f"a {self.name} GEMM runs {threads} threads a block; known: {_ROWS_OF_THREADS} (threads: rows it stores)"
             if stored > tile:
-                return f"a masked GEMM stores tiles of {stored} rows but the recipe says row_tile={tile}; use row_tile={stored}"
+                return f"a {self.name} GEMM stores tiles of {stored} rows but the recipe says {name}={tile}; use {name}={stored}"
         return None
 
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_capture_leaves_the_graph_pool_empty(compiled: None, table: list[str]) -
         weights = random_weights(SMALL, "fp8_block", device="cuda")
         for recipe in RECIPES:
             runtime = MoERuntime(SMALL, weights, buckets=[1, 8, 32], path=recipe, progress=False)
-            print(len(torch.cuda.memory_snapshot(mempool_id=runtime._pool)), flush=True)
+            print(len(torch.cuda.memory_snapshot(mempool_id=runtime._core.open().pool)), flush=True)
         """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["0"] * len(RECIPES), done.stdout + done.stderr
@@ -116,6 +117,109 @@ def test_changed_batches_streams_and_threads(runtime: MoERuntime, weights: Exper
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
+
+
+def test_a_first_call_of_any_kind_compiles_nothing(weights: ExpertWeights) -> None:
+    from graphmoe.kernels.stage import _compiled
+
+    with MoERuntime(SPEC, weights, buckets=[1, 16], path="psum", progress=False) as made:
+        before = set(_compiled)
+        for t in (1, 16):
+            x, ids, router = _batch(t)
+            made(x, ids, router)
+            made(x, ids.int(), router.T.contiguous().T)
+            made(torch.zeros(t, SPEC.hidden_size + 1, device="cuda", dtype=torch.bfloat16)[:, 1:], ids, router)
+        assert set(_compiled) == before
+
+
+def test_a_failure_anywhere_in_a_build_leaves_nothing_and_the_next_build_works(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphmoe.paths.grouped import BoundGrouped
+
+    def build() -> MoERuntime:
+        return MoERuntime(SPEC, weights, buckets=[4, 16], path="psum", progress=False)
+
+    build().close()
+    free = _free_memory()
+    for stage in ("route", "up", "down", "combine"):
+        for call in range(4):  # two warm-ups, then two captures
+            with monkeypatch.context() as patch:
+                patch.setattr(BoundGrouped, stage, _failing_at(call, getattr(BoundGrouped, stage)))
+                with pytest.raises(RuntimeError):
+                    build()
+            assert _free_memory() == free, (stage, call)
+    with build() as made:
+        batch = _batch(7)
+        assert_rows(made(*batch), oracle(*batch, weights), "fp8_block")
+
+
+def test_a_build_inside_a_capture_is_refused(weights: ExpertWeights) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(CaptureError, match="build it before"):
+        MoERuntime(SPEC, weights, buckets=[4], path="psum", progress=False)
+
+
+def test_another_threads_allocations_do_not_fail_a_build(weights: ExpertWeights) -> None:
+    stop = threading.Event()
+
+    def allocate() -> None:
+        while not stop.is_set():
+            torch.empty(1 << 16, device="cuda")
+            stop.wait(0.02)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        for _ in range(3):
+            MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8], path="psum", progress=False).close()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_flag_is_read_and_cleared_in_the_order_of_calls(runtime: MoERuntime) -> None:
+    """On whatever streams: a report sees every call made before it, a call after `clear_flag` is not undone by it."""
+    x, ids, router = _batch(16)
+    broken = ids.clone()
+    broken[3, 1] = broken[3, 2]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(20):
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(2_000_000)
+                runtime(x, broken, router)
+            with torch.cuda.stream(streams[1]):
+                assert runtime.report().promise_broken
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(2_000_000)
+                runtime(x, broken, router)
+            with torch.cuda.stream(streams[2]):
+                runtime.clear_flag()
+            with torch.cuda.stream(streams[1]):
+                assert not runtime.report().promise_broken
+                runtime(x, broken, router)
+            with torch.cuda.stream(streams[2]):
+                assert runtime.report().promise_broken
+                runtime.clear_flag()
+
+
+def test_an_interrupted_call_is_waited_for(runtime: MoERuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = _batch(4)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+
+    def interrupt(*_: object) -> None:
+        torch.cuda._sleep(20_000_000)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, torch.cuda.stream(stream):
+        patch.setattr(torch.cuda.CUDAGraph, "replay", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runtime(*batch)
+    runtime(*batch)
+    assert stream.query() or not torch.cuda.current_stream().query(), "the next call waits for what the interrupted one had launched"
+    torch.cuda.synchronize()
 
 
 def test_our_call_inside_a_users_capture_just_records(runtime: MoERuntime, weights: ExpertWeights) -> None:
@@ -212,6 +316,27 @@ def test_a_masked_tile_that_the_gemm_does_not_keep_is_refused_or_right(weights: 
         batch = _batch(t)
         assert_rows(made(*batch), oracle(*batch, weights), "fp8_block")
         made.close()
+
+
+def _failing_at(call: int, original: Callable[..., None]) -> Callable[..., None]:
+    """`original` until its `call`-th call, which fails after it ran; inside a capture in a way that makes the driver invalidate that capture."""
+    calls = count()
+
+    def fail(*arguments: object) -> None:
+        original(*arguments)
+        if next(calls) == call:
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()
+            raise RuntimeError("injected")
+
+    return fail
+
+
+def _free_memory() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _batch(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,187 @@
+"""Build: one arena, every bucket's step bound to it, and on CUDA one captured graph per (layer, bucket)."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from graphmoe import reference
+from graphmoe.arena import Arena
+from graphmoe.audit import require_cuda_python
+from graphmoe.capture import CapturedStep, capture_step, prove, side_stream
+from graphmoe.errors import CaptureError
+from graphmoe.flag import StickyFlag
+from graphmoe.formats import get_format
+from graphmoe.gemm import GroupedGemm
+from graphmoe.ops import Ops
+from graphmoe.paths import get_path
+from graphmoe.paths.base import BoundPath
+from graphmoe.planner import Plan
+from graphmoe.step import step
+from graphmoe.weights import ExpertWeights
+
+
+@dataclass(frozen=True)
+class StaticInputs:
+    """A bucket's static buffers, lent to callers that write them directly and then `replay`.
+
+    Every token of the bucket is read: ids of unused tokens must be -1. Ids are local (`spec.to_local`). All buckets share this memory, and any
+    call writes it: fill it right before `replay`.
+    """
+
+    x: Tensor
+    """bf16 `[T, H]`"""
+    topk_ids: Tensor
+    """int32 `[T, K]`"""
+    topk_weights: Tensor
+    """float32 `[T, K]`"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket's step over the arena, bound once a layer."""
+
+    inputs: StaticInputs
+    y: Tensor
+    bound: tuple[BoundPath, ...]
+
+    def run(self, layer: int) -> None:
+        step(self.bound[layer], self.inputs.x, self.inputs.topk_ids, self.inputs.topk_weights, self.y)
+
+
+@dataclass
+class Built:
+    """What a runtime runs. `weights` are on the device, in the form that the arch's kernels take."""
+
+    plan: Plan
+    device: torch.device
+    ops: Ops
+    arena: Arena
+    static: dict[str, Tensor]
+    flag: StickyFlag
+    weights: list[ExpertWeights] = field(default_factory=list)
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
+    """By (layer, bucket); empty on the CPU."""
+    pool: Any = None
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep all memory until what this stream has been given is done, should it be dropped before."""
+        self.arena.used_on(stream)
+        for one in self.weights:
+            for tensor in one.tensors().values():
+                tensor.record_stream(stream)
+
+    def release(self) -> None:
+        """Drop the graphs, the buffers and the references to weights."""
+        for captured in self.graphs.values():
+            captured.graph.reset()
+        self.graphs.clear()
+        self.buckets.clear()
+        self.weights.clear()
+        self.static.clear()
+        del self.arena, self.flag
+
+
+def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool) -> Built:
+    """Allocate, bind, warm up and capture everything that a plan says.
+
+    Args:
+        plan: what to build.
+        weights: one a layer, on any device.
+        device: a resolved device.
+        progress: show a progress bar while capturing (only on a terminal).
+
+    Raises:
+        MissingBackend, WrongBackend, CaptureError; nothing is left allocated.
+    """
+    if device.type == "cuda":
+        require_cuda_python()
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a runtime cannot be built while the current stream captures a graph; build it before, call it inside")
+    ops, gemm = _backend(plan, device)
+    built = _allocate(plan, device, ops)
+    try:
+        built.weights += [one.to(device).prepared(plan.arch) for one in weights]
+        _bind(built, gemm)
+        if device.type == "cuda":
+            _capture(built, progress)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # their locals would keep the arena for as long as the error is kept
+        built.release()
+        raise
+    built.arena.seal()
+    return built
+
+
+def _allocate(plan: Plan, device: torch.device, ops: Ops) -> Built:
+    arena = Arena(plan, device)
+    static = {buffer.name: arena.view(buffer) for buffer in plan.static}
+    static["flags"].zero_()
+    static["topk_ids"].fill_(-1)
+    return Built(plan, device, ops, arena, static, StickyFlag(static["flags"]))
+
+
+def _bind(built: Built, gemm: GroupedGemm) -> None:
+    plan, static = built.plan, built.static
+    fmt = get_format(plan.fmt).on(plan.arch)
+    for bucket in plan.buckets:
+        t = bucket.tokens
+        buffers = {"flags": static["flags"], **{buffer.name: built.arena.view(buffer) for buffer in bucket.buffers}}
+        path = get_path(bucket.recipe.path)
+        bound = tuple(path.bind(plan.spec, fmt, t, bucket.options, buffers, one, built.ops, gemm) for one in built.weights)
+        built.buckets[t] = Bucket(StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t]), static["y"][:t], bound)
+
+
+def _capture(built: Built, progress: bool) -> None:
+    built.pool = torch.cuda.graph_pool_handle()
+    console = Console(stderr=True)
+    show = progress and console.is_terminal
+    sizes = sorted(built.buckets, reverse=True)
+    keys = [(layer, t) for t in sizes for layer in range(len(built.weights))]
+    with side_stream(built.device) as stream, Progress(console=console, transient=True, disable=not show) as bar:
+        task = bar.add_task("capturing", total=len(sizes) + len(keys))
+        warm_stage(built)
+        for t in sizes:
+            bar.update(task, description=f"warming up bucket {t}")
+            built.buckets[t].run(0)
+            stream.synchronize()
+            bar.advance(task)
+        for layer, t in keys:
+            bar.update(task, description=f"capturing bucket {t}")
+            bucket = built.buckets[t]
+            planned = built.plan.bucket(t)
+            built.graphs[layer, t] = captured = capture_step(lambda bucket=bucket, layer=layer: bucket.run(layer), built.pool)  # type: ignore[misc]
+            prove(captured, bucket.bound[layer], get_path(planned.recipe.path), planned)
+            bar.advance(task)
+        built.flag.clear()
+
+
+def warm_stage(built: Built) -> None:
+    """Compile every variant of `stage` that a caller's dtypes and addresses can ask for."""
+    inputs = next(iter(built.buckets.values())).inputs
+    h, k = built.plan.spec.hidden_size, built.plan.spec.top_k
+    storage = torch.zeros(h + 1, dtype=torch.bfloat16, device=built.device)
+    weights = torch.zeros(1, k, device=built.device)
+    for x in (storage[:h].view(1, h), storage[1:].view(1, h)):  # row stride h: aligned and not
+        for dtype in (torch.int32, torch.int64):
+            ids = torch.full((1, k), -1, dtype=dtype, device=built.device)
+            built.ops.stage(x, ids, weights, x_out=inputs.x, ids_out=inputs.topk_ids, weights_out=inputs.topk_weights)
+
+
+def _backend(made: Plan, device: torch.device) -> tuple[Ops, GroupedGemm]:
+    if device.type == "cpu":
+        from graphmoe.gemm.torch import TorchGemm
+
+        return reference, TorchGemm()
+    from graphmoe import kernels
+    from graphmoe.gemm.deep_gemm import DeepGemm
+
+    return kernels, DeepGemm(made.fmt, device, [layout for layout in {get_path(bucket.recipe.path).gemm_layout for bucket in made.buckets} if layout])
