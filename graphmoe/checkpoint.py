@@ -25,7 +25,13 @@ def expert_key(layer: int, expert: int, projection: str) -> str:
 
 
 def experts_prefix(layer: int) -> str:
-    """What every tensor of a layer's routed experts begins with; fused ones continue with `gate_up_proj` or `down_proj`."""
+    """What every tensor of a layer's routed experts begins with; fused ones continue with `gate_up_proj` or `down_proj`.
+
+    Raises:
+        CheckpointError: `layer` is no int, or negative.
+    """
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+        raise CheckpointError(f"layer={layer!r} must be an int from 0 up: the number that the checkpoint's names hold")
     return f"model.layers.{layer}.mlp.experts."
 
 
@@ -37,28 +43,28 @@ def expert_prefix(layer: int, expert: int) -> str:
 class CheckpointReader:
     """Reads a checkpoint directory, through its index or by looking into every `*.safetensors`; opens each file once.
 
+    Args:
+        directory: the checkpoint.
+        files: look into these of its files alone, whatever an index says.
+
     Raises:
         CheckpointError: there is no checkpoint, or its index or a file is unreadable; here and in every method.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, files: Iterable[str] | None = None) -> None:
         self.directory = Path(directory)
         self._open: dict[Path, safe_open] = {}
         index = self.directory / INDEX_NAME
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory} is not a directory")
-        if index.is_file():
+        if files is not None:
+            self._files = self._look(self.directory / name for name in files)
+        elif index.is_file():
             self._files = {key: self.directory / name for key, name in _read_index(index)["weight_map"].items()}
         else:
-            self._files = self._look()
-
-    @classmethod
-    def of_file(cls, path: Path) -> CheckpointReader:
-        """One file by itself, whatever an index says."""
-        reader = cls.__new__(cls)
-        reader.directory, reader._open = path.parent, {}
-        reader._files = dict.fromkeys(reader._handle(path).keys(), path)
-        return reader
+            self._files = self._look(sorted(self.directory.glob("*.safetensors")))
+            if not self._files:
+                raise CheckpointError(f"{self.directory} holds no *.safetensors file")
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -103,16 +109,14 @@ class CheckpointReader:
             raise CheckpointError(f"{key} in {self._files[key]} cannot be read: {error}") from error
         return part[0]
 
-    def _look(self) -> dict[str, Path]:
+    def _look(self, paths: Iterable[Path]) -> dict[str, Path]:
         """Where each tensor is, from the files themselves."""
         files: dict[str, Path] = {}
-        for path in sorted(self.directory.glob("*.safetensors")):
+        for path in paths:
             for key in self._handle(path).keys():  # noqa: SIM118 - a handle is not a mapping
                 if key in files:
                     raise CheckpointError(f"{key} is in {files[key].name} and in {path.name}; only an index can say which counts")
                 files[key] = path
-        if not files:
-            raise CheckpointError(f"{self.directory} holds no *.safetensors file")
         return files
 
     def _handle(self, path: Path) -> safe_open:
@@ -125,9 +129,9 @@ class CheckpointReader:
 
 
 def write_tensors(directory: str | os.PathLike[str], name: str, tensors: Mapping[str, Tensor], *, replaces: Iterable[str]) -> Path:
-    """Write one file of a checkpoint and enter it in the index, which is made if absent.
+    """Write one file of a checkpoint and enter it in the index; an index that is made for it names the tensors of the other files too.
 
-    The file appears under its name only when it is complete; several processes may write into one directory at a time.
+    File and index appear under their names only when both are complete; several processes may write into one directory at a time.
 
     Args:
         directory: made if absent.
@@ -137,18 +141,19 @@ def write_tensors(directory: str | os.PathLike[str], name: str, tensors: Mapping
 
     Returns:
         the file written.
+
+    Raises:
+        CheckpointError: a file that cannot be written, a broken index, or without one another file that cannot be read. Nothing has changed then.
     """
     folder = Path(directory)
     path = folder / name
     temporary = _write_beside(path, tensors, {})
     prefixes = tuple(replaces)
-    index = folder / INDEX_NAME
     try:
         with FileLock(folder / f".{INDEX_NAME}.lock"):
-            data = _read_index(index) if index.is_file() else {"weight_map": {}}
-            temporary.replace(path)
+            data = _index_of(folder, but=name)
             kept = {key: file for key, file in data["weight_map"].items() if not key.startswith(prefixes) and (file != name or key in tensors)}
-            write_index(folder, kept | dict.fromkeys(tensors, name), metadata=data.get("metadata"))
+            write_index(folder, kept | dict.fromkeys(tensors, name), metadata=data.get("metadata"), staged={name: temporary})
     finally:
         temporary.unlink(missing_ok=True)
     return path
@@ -172,16 +177,30 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {}
 
 
-def write_index(folder: Path, weight_map: Mapping[str, str], *, metadata: object = None) -> None:
-    """Write `model.safetensors.index.json`, whole or not at all; `total_size` is what the files' headers say."""
-    data = {
-        "metadata": (metadata if isinstance(metadata, dict) else {}) | {"total_size": _total_bytes(folder, weight_map)},
-        "weight_map": dict(weight_map),
-    }
+def write_index(folder: Path, weight_map: Mapping[str, str], *, metadata: object = None, staged: Mapping[str, Path] | None = None) -> None:
+    """Write `model.safetensors.index.json`, whole or not at all.
+
+    Args:
+        folder: the checkpoint.
+        weight_map: tensor name -> file name.
+        metadata: what else the index shall say. Its `total_size` is what the files' headers say, and absent if one cannot be read.
+        staged: file name -> a complete file under another name, which takes its own just before the index does.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    staged = staged or {}
+    stated = {key: value for key, value in metadata.items() if key != "total_size"} if isinstance(metadata, dict) else {}
+    total = _total_bytes(weight_map, {name: staged.get(name, folder / name) for name in weight_map.values()})
+    data = {"metadata": stated | ({} if total is None else {"total_size": total}), "weight_map": dict(weight_map)}
     temporary = folder / f".{INDEX_NAME}.{os.getpid()}.tmp"
     try:
         temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+        for name, path in staged.items():
+            path.replace(folder / name)
         temporary.replace(folder / INDEX_NAME)
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX_NAME} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -214,15 +233,27 @@ def _read_index(index: Path) -> dict[str, Any]:
     return data
 
 
-def _total_bytes(folder: Path, weight_map: Mapping[str, str]) -> int:
-    """Bytes of every tensor that the index names, from the files' headers (safetensors: 8 bytes of length, then JSON)."""
-    total = 0
-    for name in set(weight_map.values()):
-        try:
-            with (folder / name).open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            offsets = [entry["data_offsets"] for key, entry in header.items() if weight_map.get(key) == name]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder / name}, which the index names, cannot be read: {error}") from error
-        total += sum(end - start for start, end in offsets)
-    return total
+def _index_of(folder: Path, *, but: str) -> dict[str, Any]:
+    """A checkpoint's index; if it has none, what one would say of the files that are there, all but one."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _read_index(index)
+    with CheckpointReader(folder, files=sorted(path.name for path in folder.glob("*.safetensors") if path.name != but)) as reader:
+        return {"weight_map": {key: name for name, keys in reader.by_file().items() for key in keys}}
+
+
+def _total_bytes(weight_map: Mapping[str, str], paths: Mapping[str, Path]) -> int | None:
+    """Bytes of every tensor that the index names, from the headers of its files; None if a tensor or a file is not there."""
+    try:
+        headers = {name: _header(path) for name, path in paths.items()}
+        offsets = [headers[name][key]["data_offsets"] for key, name in weight_map.items()]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    return sum(end - start for start, end in offsets)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors: 8 bytes of length, then JSON."""
+    with safe_open(path, framework="pt"), path.open("rb") as file:  # opening checks that the header is sound and the file complete
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header

@@ -74,6 +74,9 @@ def convert_checkpoint(
     weight_map: dict[str, str] = {}
     with CheckpointReader(source) as reader:
         files = sorted(reader.by_file().items())
+        absent = [name for name, _ in files if not (source / name).is_file()]
+        if absent:
+            raise CheckpointError(f"{source}: the index names {', '.join(absent[:5])}, {len(absent)} file(s) that are not there; fetch them first")
         total = sum(len(keys) for _, keys in files)
         done = 0
         for name, keys in files:
@@ -95,7 +98,7 @@ def convert_checkpoint(
             else:
                 done += len(keys)
                 progress(name, done, total)
-            with CheckpointReader.of_file(target / name) as written:
+            with CheckpointReader(target, files=[name]) as written:
                 weight_map |= dict.fromkeys(written.keys(), name)
             results.append(ConvertedFile(name, found, tuple(errors)))
     write_index(target, weight_map)

@@ -13,6 +13,7 @@ from torch import Tensor
 from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, experts_prefix
 from graphmoe.errors import CheckpointError
 from graphmoe.formats import BLOCK, get_format
+from graphmoe.formats.fp8_block import holds_nan
 from graphmoe.sharding import IntermediateShard
 from graphmoe.spec import MoESpec
 
@@ -42,6 +43,7 @@ class _Source:
         self.gate = _Projection(names[0], i, h, 0, parts)
         self.up = _Projection(names[1], i, h, parts - 1, parts)
         self.down = _Projection("down_proj", h, i)
+        self.not_finite: list[str] = []
 
     def _fused_key(self, name: str) -> str:
         return experts_prefix(self.layer) + name
@@ -54,6 +56,14 @@ class _Source:
         unit = BLOCK if scale else 1
         shape = (-(-projection.parts * projection.rows // unit), -(-projection.columns // unit))
         return (self.spec.num_experts, *shape) if self.fused else shape
+
+    def read_weight(self, projection: _Projection, expert: int) -> Tensor:
+        """One expert's projection; its name goes into `not_finite` if it holds NaN or infinity."""
+        weight = self.read(projection, expert, scale=False)
+        name = self.key(projection, expert) + (f"[{expert}]" if self.fused else "")
+        if not _is_finite(weight) and name not in self.not_finite:
+            self.not_finite.append(name)
+        return weight
 
     def read(self, projection: _Projection, expert: int, *, scale: bool) -> Tensor:
         """One expert's projection or its scales; of a fused tensor only that expert's rows are read."""
@@ -75,7 +85,8 @@ def load_experts(
         the format's name, the intermediate size of what was read, and the tensors `w13`, `w2` (and their scales) by `ExpertWeights`' names.
 
     Raises:
-        CheckpointError: tensors that are missing, extra, misshapen or of another dtype, bad scales (NaN, infinite, negative): all in one error.
+        CheckpointError: tensors that are missing, extra, misshapen or of another dtype, bad scales (NaN, infinite, negative): all in one error;
+            else weights that are NaN or infinite, seen as they are read: all in one error too.
     """
     with CheckpointReader(directory) as reader:
         source = _Source(reader, spec, layer)
@@ -95,12 +106,22 @@ def load_experts(
             for projection, name, offset, dim in ((source.gate, "w13", 0, 0), (source.up, "w13", width, 0), (source.down, "w2", 0, 1)):
                 expert = spec.expert_offset + local
                 scale = None if fmt == "bf16" else source.read(projection, expert, scale=True).float()
-                part, part_scale = shard.cut(source.read(projection, expert, scale=False), scale, dim=dim)
+                part, part_scale = shard.cut(source.read_weight(projection, expert), scale, dim=dim)
                 tensors[name][local, offset : offset + part.shape[0]].copy_(part)
                 if part_scale is not None:
                     at = offset // BLOCK
                     tensors[name + SCALE_SUFFIX][local, at : at + part_scale.shape[0]].copy_(part_scale)
+                del part  # before the next is read
+        if source.not_finite:
+            raise CheckpointError(f"{directory}: NaN or infinity in {_some(source.not_finite)}; take these tensors from the original checkpoint")
     return fmt, width, tensors
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Whether a bf16 or e4m3 tensor on the CPU is finite throughout; makes no temporary, as the stated peak of memory demands."""
+    if weight.dtype == torch.float8_e4m3fn:
+        return not holds_nan(weight)
+    return bool(torch.stack(weight.aminmax()).isfinite().all())  # NaN if any element is
 
 
 def _judge(source: _Source, directory: str) -> str:

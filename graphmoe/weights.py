@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, write_tensors
 from graphmoe.errors import WeightsMismatch
 from graphmoe.formats import BLOCK, SCALES_PER_WORD, ScaleFormat, get_format, ue8m0
-from graphmoe.formats.fp8_block import dequantize_weight, quantize_weight
+from graphmoe.formats.fp8_block import dequantize_weight, holds_nan, quantize_weight
 from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
 from graphmoe.loading import load_experts
 from graphmoe.sharding import IntermediateShard
@@ -82,7 +82,7 @@ class ExpertWeights:
             fmt: `"fp8_block"`, `"ue8m0"` or `"bf16"`. BF16 tensors kept as BF16 are used in place, not copied.
 
         Raises:
-            WeightsMismatch: shapes, dtypes or devices that do not fit; NaN or infinity in the weights.
+            WeightsMismatch: shapes, dtypes or devices that do not fit; NaN or infinity in the weights, or for `"bf16"` what becomes infinite there.
             UnsupportedShape: H or I that the format cannot take.
         """
         get_format(fmt).check(spec)
@@ -91,9 +91,13 @@ class ExpertWeights:
             raise WeightsMismatch(f"w2 is on {w2.device}, w13 on {w13.device}; move them to one device")
         for name, tensor, shape in (("w13", w13, _w13_shape(spec)), ("w2", w2, _w2_shape(spec))):
             _check(name, tensor, shape, (torch.bfloat16, torch.float32))
-            # One expert at a time: `isfinite` over all of them would take a temporary of the weights' own size.
-            if not all(bool(expert.isfinite().all()) for expert in tensor):
-                raise WeightsMismatch(f"{name} holds NaN or infinity")
+            for e, expert in enumerate(tensor):  # one at a time: no temporary of the weights' own size
+                extremes = torch.stack(expert.aminmax())  # NaN if any element is
+                if not bool(extremes.isfinite().all()):
+                    raise WeightsMismatch(f"{name} holds NaN or infinity, first in expert {e}")
+                if fmt == "bf16" and not bool(extremes.bfloat16().isfinite().all()):
+                    largest, limit = float(extremes.abs().max()), torch.finfo(torch.bfloat16).max
+                    raise WeightsMismatch(f"{name} holds {largest:.6g} in expert {e}, bfloat16 ends at {limit:.6g}; take fmt='fp8_block'")
         if fmt == "bf16":
             return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())
         quantise = quantize_weight if fmt == "fp8_block" else ue8m0.quantize_weight
@@ -116,8 +120,8 @@ class ExpertWeights:
                 `float8_e8m0fnu` is `"ue8m0"`.
 
         Raises:
-            WeightsMismatch: shapes, dtypes or devices that do not fit, scale dtypes that contradict each other; a scale that is NaN, infinite or
-                negative, or not a power of two where the format promises one.
+            WeightsMismatch: shapes, dtypes or devices that do not fit, scale dtypes that contradict each other; NaN in a payload; a scale that is
+                NaN, infinite or negative, or not a power of two where the format promises one.
             UnsupportedShape: H or I not a multiple of 128.
         """
         stored = [_format_of_scale(name, scale) for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv))]
@@ -129,7 +133,9 @@ class ExpertWeights:
             raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
         get_format(fmt).check(spec)
         scales = [scale.detach().float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
-        return cls(spec, fmt, w13.detach().contiguous(), w2.detach().contiguous(), *scales)
+        weights = cls(spec, fmt, w13.detach().contiguous(), w2.detach().contiguous(), *scales)
+        weights._refuse_nan("quantise finite weights anew")
+        return weights
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
@@ -156,9 +162,7 @@ class ExpertWeights:
         if fmt != "ue8m0" or self.w13_scale_inv is None or self.w2_scale_inv is None:
             raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}; 'fp8_block' can, to 'ue8m0'")
         self._refuse_packed()
-        for payload in (self.w13, self.w2):  # refuse before the first expert is overwritten
-            if any(bool((expert.view(torch.uint8) & 0x7F == 0x7F).any()) for expert in payload):
-                raise WeightsMismatch("the weights hold NaN: a block would become NaN as a whole")
+        self._refuse_nan("a block would become NaN as a whole")  # before the first expert is overwritten
         for payload, scale in ((self.w13, self.w13_scale_inv), (self.w2, self.w2_scale_inv)):
             for e in range(self.spec.num_local_experts):
                 new_payload, new_scale = requantize_ue8m0(payload[e], scale[e])
@@ -190,6 +194,12 @@ class ExpertWeights:
     def _packed(self) -> bool:
         return self.w13_scale_inv is not None and self.w13_scale_inv.dtype == torch.int32
 
+    def _refuse_nan(self, why: str) -> None:
+        for name, payload in (("w13", self.w13), ("w2", self.w2)):
+            for e, expert in enumerate(() if payload.is_meta else payload):
+                if holds_nan(expert):
+                    raise WeightsMismatch(f"{name} holds NaN, first in expert {e}: {why}")
+
     def _refuse_packed(self) -> None:
         if self._packed:
             raise WeightsMismatch("these weights are packed for sm100; use the ones they were prepared from")
@@ -218,6 +228,11 @@ class ExpertWeights:
 
         Returns:
             the file written.
+
+        Raises:
+            CheckpointError: a layer that is no int from 0 up, a file that cannot be written, or a checkpoint whose index is broken. A file that it
+                names but that is not here is left to itself, and the index then states no `total_size`. What was there before is unchanged.
+            WeightsMismatch: weights that are packed for sm100.
         """
         self._refuse_packed()
         spec, tensors = self.spec, {}
@@ -261,8 +276,8 @@ class ExpertWeights:
             progress: show a progress bar (only on a terminal).
 
         Raises:
-            CheckpointError: no checkpoint there; or tensors that are missing, extra, misshapen, of another dtype, or scales that are NaN, infinite or
-                negative, all of them named in one error.
+            CheckpointError: no checkpoint there; a layer that is no int from 0 up; tensors that are missing, extra, misshapen, of another dtype, or
+                scales that are NaN, infinite or negative, all of them named in one error; else weights that are NaN or infinite, likewise.
             WeightsMismatch: a `tp` that does not divide the intermediate size.
         """
         fmt, width, tensors = load_experts(directory, spec, layer, device=torch.device(device), tp=tp, tp_rank=tp_rank, progress=progress)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphmoe import MoESpec, Recipe, plan
+from graphmoe import MoERuntime, MoESpec, Recipe, plan
 from graphmoe.arena import GUARD_BYTE, Arena
 from graphmoe.paths.base import Stage
 from graphmoe.planner import BucketPlan, PlacedBuffer, Plan
 from tests import strategies
-from tests.checks import POISONS
+from tests.checks import POISONS, random_weights
 
 CPU = torch.device("cpu")
 WISHES = st.sampled_from(
@@ -107,6 +107,23 @@ def test_a_sealed_arena_hands_out_no_view_and_leaves_the_others_alive() -> None:
     arena.poison(0x7FFFFFFF)
     assert bool((views["row_of"] == 2**31 - 1).all())
     assert arena.nbytes == made.arena_bytes
+
+
+def test_a_built_runtime_has_sealed_its_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Arena] = []
+    allocate = Arena.__init__
+
+    def recorded(arena: Arena, *arguments: Any) -> None:
+        allocate(arena, *arguments)
+        made.append(arena)
+
+    monkeypatch.setattr(Arena, "__init__", recorded)
+    spec = MoESpec(4, 2, 128, 128)
+    with MoERuntime(spec, random_weights(spec, "bf16"), buckets=[1, 4], device="cpu"):
+        [arena] = made
+        for buffer in buffers_of(arena):
+            with pytest.raises(RuntimeError, match=rf"sealed.*'{buffer.name}'"):
+                arena.view(buffer)
 
 
 @pytest.mark.parametrize("word", POISONS, ids=hex)

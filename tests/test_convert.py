@@ -173,3 +173,11 @@ def test_the_command_prints_errors_per_layer(tmp_path: Path) -> None:
     assert [row.split()[1] for row in rows] == ["0", "1"]
     assert all(0.02 < float(row.split()[5]) < 0.04 for row in rows)
     assert load(tmp_path / "b").fmt == "fp8_block"
+
+
+def test_a_source_whose_files_are_not_all_there_is_refused_at_once(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a", "fp8_block")
+    (tmp_path / "a" / "model-layer-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-layer-00001\.safetensors, 1 file"):
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", "ue8m0")
+    assert not (tmp_path / "b").exists()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphmoe import MoESpec
+from graphmoe import MoESpec, formats
 from graphmoe.errors import UnsupportedShape
 from graphmoe.formats import FORMATS, get_format
-from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight, quantize_rows, quantize_weight, to_e4m3
+from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight, holds_nan, quantize_rows, quantize_weight, to_e4m3
 from tests import strategies
 
 WEIGHT_BLOCK, ROW_GROUP = (128, 128), (1, 128)
@@ -216,6 +216,28 @@ def test_the_cast_never_overflows(value, code, dtype):
 @by_dtype
 def test_the_cast_keeps_nan(dtype):
     assert bool(to_e4m3(torch.tensor([float("nan")], dtype=dtype)).float().isnan())
+
+
+@pytest.mark.parametrize("size", [1, 2, 130, 1000])
+def test_nan_is_found_wherever_it_is(size):
+    codes = torch.arange(size, dtype=torch.int32).mul(37).remainder(256).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    assert not holds_nan(codes.view(torch.float8_e4m3fn))
+    for code in range(256):
+        for place in {0, size // 2, size - 1}:
+            one = codes.clone()
+            one[place] = code
+            assert holds_nan(one.view(torch.float8_e4m3fn)) == bool(np.isnan(E4M3[code]))
+    assert not holds_nan(codes[:0].view(torch.float8_e4m3fn))
+
+
+def test_requantising_is_found_beside_the_formats():
+    """On first use: that importing the formats does without torch is seen where planning is."""
+    from graphmoe.formats import requantize_ue8m0
+
+    assert requantize_ue8m0 is formats.requantize_ue8m0 is formats.ue8m0.requantize_ue8m0
+    with pytest.raises(AttributeError, match=r"'graphmoe\.formats' has no attribute 'requantize_int3'"):
+        _ = formats.requantize_int3
 
 
 @given(

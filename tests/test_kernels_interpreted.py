@@ -5,8 +5,10 @@ FP8 is left to the GPU tests: the interpreter casts to e4m3 differently.
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -37,10 +39,10 @@ def layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
     return [RowLayout.masked(spec, tokens, 64), *(RowLayout.contiguous(kind, spec, tokens, 64) for kind in ("compact", "psum"))]
 
 
-def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:
+def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout, *, flag: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     row_of = torch.full(ids.shape, 0x7FFFFFFF, dtype=torch.int32)
     groups = torch.full((layout.group_entries,), 0x7FFFFFFF, dtype=torch.int32)
-    flags = torch.zeros(1, dtype=torch.int32)
+    flags = torch.full((1,), flag, dtype=torch.int32)
     ops.route(ids, layout, distinct=spec.distinct_topk, row_of=row_of, groups=groups, flags=flags)  # type: ignore[attr-defined]
     return row_of, groups, flags
 
@@ -84,6 +86,15 @@ def test_route_over_several_chunks_with_every_kind_of_id(block: int, distinct: b
             assert int(mine[2]) == (1 if distinct and broken else 0)
             if distinct:
                 assert int((mine[0] == -2).sum()) == 2 * len(broken)
+
+
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernels", "reference"])
+@pytest.mark.parametrize("distinct", [True, False])
+def test_route_never_lowers_the_flag(ops: object, distinct: bool) -> None:
+    spec = MoESpec(5, 2, 128, 128, distinct_topk=distinct)
+    for ids in (torch.tensor([[0, 1], [4, 2]]), torch.tensor([[-1, 5]]), torch.tensor([[3, 3]])):
+        for layout in layouts(spec, len(ids)):
+            assert int(routed(ops, ids.int(), spec, layout, flag=1)[2]) == 1, layout
 
 
 @few
@@ -141,9 +152,75 @@ def test_scatter_and_combine(routing: strategies.Routing, seed: int) -> None:
         assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-6)[~twin.isnan()].all())
 
 
+def with_guard(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """bf16 `[rows, columns]` and the memory right behind it, which holds 7."""
+    memory = torch.full((rows * columns + 1024,), 7.0).bfloat16()
+    return memory[: rows * columns].view(rows, columns), memory[rows * columns :]
+
+
+@pytest.mark.parametrize("columns", [384, 1152, 64])
+def test_nothing_is_written_behind_the_last_row(columns: int) -> None:
+    """Widths that are no multiple of what a program writes at once."""
+    x, row_of = torch.randn(2, columns).bfloat16(), torch.tensor([[0], [1]], dtype=torch.int32)
+    rows, behind_rows = with_guard(2, columns)
+    kernels.scatter(x, row_of, rows=rows[None], scales=None, scale_format=None)
+    assert torch.equal(rows, x)
+    out, behind_out = with_guard(2, columns)
+    kernels.combine(rows[None], row_of, torch.ones(2, 1), scale=1.0, out=out)
+    assert torch.equal(out, x)
+    hidden, behind_hidden = with_guard(2, columns)
+    kernels.act(torch.zeros(1, 2, 2 * columns).bfloat16(), row_of, rows=hidden[None], scales=None, scale_format=None)
+    assert bool((hidden == 0).all())
+    staged, behind_staged = with_guard(2, columns)
+    kernels.stage(x, row_of, torch.ones(2, 1), x_out=staged, ids_out=torch.empty_like(row_of), weights_out=torch.empty(2, 1))
+    assert torch.equal(staged, x)
+    for guard in (behind_rows, behind_out, behind_hidden, behind_staged):
+        assert bool((guard == 7).all())
+
+
+FAR_ROW = 2**23
+"""In 512 columns it starts at element 2^32: an offset that 32 bits hold only as 0."""
+
+
+def near_and_far(columns: int) -> tuple[Tensor, Tensor]:
+    """bf16 rows 0 and `FAR_ROW` of one matrix of zeros `[1, FAR_ROW + 1, columns]`, each as `[1, 1, columns]`; what nobody writes takes no memory.
+
+    Triton's interpreter copies the storage of an argument: row 0 has one of its own that ends there.
+    """
+    nbytes = 2 * columns * (FAR_ROW + 1)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(nbytes)
+        memory = mmap.mmap(file.fileno(), nbytes)
+    near, far = (torch.frombuffer(memory, dtype=torch.bfloat16, count=columns, offset=2 * columns * row) for row in (0, FAR_ROW))
+    return near.view(1, 1, columns), far.view(1, 1, columns)
+
+
+def test_rows_beyond_32_bits_of_elements_are_found() -> None:
+    values, there = torch.randn(1, 1, 1024).bfloat16(), torch.tensor([[FAR_ROW]], dtype=torch.int32)
+    rows, far_rows = near_and_far(512)
+    kernels.scatter(values[0, :, :512], there, rows=rows, scales=None, scale_format=None)
+    assert torch.equal(far_rows, values[:, :, :512])
+    assert not rows.any()
+    out = torch.empty(1, 512).bfloat16()
+    kernels.combine(rows, there, torch.ones(1, 1), scale=1.0, out=out)
+    assert torch.equal(out, far_rows[0])
+
+    gate_up, far_gate_up = near_and_far(1024)
+    far_gate_up.copy_(values)
+    rows, far_rows = near_and_far(512)
+    kernels.act(gate_up, there, rows=rows, scales=None, scale_format=None)
+    want = torch.empty_like(rows)
+    kernels.act(values, torch.zeros_like(there), rows=want, scales=None, scale_format=None)
+    assert torch.equal(far_rows, want)
+    assert bool(want.any())
+    assert not rows.any()
+
+
 @few
-@given(tokens=st.integers(0, 6), wide=st.booleans(), dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 1000))
-def test_stage_equals_its_twin_exactly(tokens: int, wide: bool, dtype: torch.dtype, seed: int) -> None:
+@given(
+    tokens=st.integers(0, 6), wide=st.booleans(), expanded=st.booleans(), dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 1000)
+)
+def test_stage_equals_its_twin_exactly(tokens: int, wide: bool, expanded: bool, dtype: torch.dtype, seed: int) -> None:
     """Any strides and addresses; ids that int32 cannot hold do not wrap into live experts; the tail is routed nowhere."""
     bucket, h, k = 6, 132, 3
     generator = torch.Generator().manual_seed(seed)
@@ -151,7 +228,7 @@ def test_stage_equals_its_twin_exactly(tokens: int, wide: bool, dtype: torch.dty
     ids = torch.randint(-2, 9, (k, tokens), generator=generator, dtype=dtype).T
     if dtype == torch.int64 and tokens:
         ids[0, 0], ids[0, 1] = (1 << 32) + 1, 1 - (1 << 32)
-    weights = torch.rand(1, k, generator=generator).expand(tokens, k)
+    weights = torch.rand(1, k, generator=generator).expand(tokens, k) if expanded else torch.rand(k, tokens, generator=generator).T
     results = []
     for ops in (kernels, reference):
         buffers = torch.full((bucket, h), 9.0).bfloat16(), torch.full((bucket, k), 9, dtype=torch.int32), torch.full((bucket, k), 9.0)

@@ -686,11 +686,34 @@ def test_a_plan_needs_no_torch_and_is_the_same_in_every_process(hash_seed: str) 
     assert run.stdout.split() == here
 
 
-def test_a_captured_gemm_whose_tiles_do_not_fit_the_slots_is_found() -> None:
+@pytest.mark.parametrize(("path", "option"), [("masked", "row_tile"), ("compact", "block_e"), ("psum", "block_e")])
+def test_a_captured_gemm_whose_tiles_do_not_fit_the_slots_is_found(path: str, option: str) -> None:
     """256 threads store 64 rows, 384 store 128; anything else is not known to be safe."""
-    masked, psum = get_path("masked"), get_path("psum")
-    assert masked.check_blocks({"row_tile": 128}, (256, 384)) is None
-    assert masked.check_blocks({"row_tile": 64}, (256, 256)) is None
-    assert "row_tile=128" in str(masked.check_blocks({"row_tile": 64}, (256, 384)))
-    assert "512 threads" in str(masked.check_blocks({"row_tile": 128}, (512,)))
-    assert psum.check_blocks({"block_e": 64}, (512,)) is None
+    grouped = get_path(path)
+    assert grouped.check_blocks({option: 128}, (256, 384)) is None
+    assert grouped.check_blocks({option: 64}, (256, 256)) is None
+    assert f"{option}=128" in str(grouped.check_blocks({option: 64}, (256, 384)))
+    assert "512 threads" in str(grouped.check_blocks({option: 128}, (512,)))
+
+
+@pytest.mark.parametrize("path", GROUPED)
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (7, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
+def test_gemms_are_told_the_rows_that_an_expert_of_the_whole_model_gets_on_average(path: str, tokens: int, expected: int) -> None:
+    """8 choices of a token over 64 experts, rounded up; that 32 or 2 of the experts are here changes nothing."""
+    told: list[int] = []
+
+    def gemm(*arguments: Any) -> None:
+        told.append(arguments[-1])
+
+    def ignore(*_: Any, **__: Any) -> None: ...
+
+    weights = SimpleNamespace(w13=None, w13_scale_inv=None, w2=None, w2_scale_inv=None)
+    for local in (64, 32, 2):
+        spec, grouped = MoESpec(64, 8, 256, 128, num_local_experts=local), get_path(path)
+        options = grouped.options(Recipe(path))
+        buffers = {buffer.name: None for buffer in grouped.buffers(spec, get_format("fp8_block"), tokens, options)}
+        ops: Any = SimpleNamespace(scatter=ignore, act=ignore)
+        bound = grouped.bind(spec, get_format("fp8_block"), tokens, options, buffers, weights, ops, gemm)  # type: ignore[arg-type]
+        bound.up(None)  # type: ignore[arg-type]
+        bound.down()
+    assert told == [expected] * 6

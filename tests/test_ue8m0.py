@@ -600,6 +600,25 @@ def test_making_ue8m0_from_bf16_takes_the_result_and_one_expert():
     assert peaks[1] - peaks[0] <= sizes[1] - sizes[0] + 4096
 
 
+@pytest.mark.parametrize("fmt", ["fp8_block", "bf16"])
+def test_looking_for_nan_takes_no_memory(fmt):
+    """Weights that are used in place are looked through without a temporary, be it of one expert."""
+    weights = random_weights(NARROW, fmt)
+    tensors = weights.tensors()
+    with LiveBytes(list(tensors.values())) as live:
+        ExpertWeights.from_bf16(NARROW, **tensors, fmt=fmt) if fmt == "bf16" else ExpertWeights.from_fp8(NARROW, **tensors)
+    assert live.peak < 1024
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "ue8m0", "bf16"])
+def test_loading_takes_the_result_and_one_projection_with_its_shard(fmt, tmp_path):
+    weights = random_weights(SPEC, fmt)
+    weights.save(tmp_path)
+    with LiveBytes([]) as live:
+        ExpertWeights.load(tmp_path, SPEC)
+    assert 0 <= live.peak - weights.nbytes - 2 * weights.w2[0].nbytes < 1024
+
+
 def test_a_runtime_follows_its_weights_in_place():
     """It aliases them, so its next call computes with the new values."""
     weights = uneven_weights(SPEC, "fp8_block")

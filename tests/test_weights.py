@@ -152,6 +152,11 @@ def test_fp8_tensors_are_used_in_place_and_mean_payload_times_scale():
         assert w2[e, row, column] == payload2[e, row, column].float() * scale2[e, row // 128, 0]
 
 
+def test_fp8_tensors_without_data_are_taken_by_their_shapes():
+    weights = ExpertWeights.from_fp8(SPEC, **{name: tensor.to("meta") for name, tensor in random_weights(SPEC, "fp8_block").tensors().items()})
+    assert weights.device.type == "meta"
+
+
 def test_scales_of_another_float_dtype_become_float32():
     made = random_weights(SPEC, "fp8_block")
     scale13, scale2 = made.w13_scale_inv.bfloat16(), made.w2_scale_inv.half()
@@ -377,6 +382,124 @@ def test_saving_beside_an_index_without_a_total_states_one(metadata, tmp_path):
     assert ExpertWeights.load(tmp_path, SPEC, layer=4).fmt == "fp8_block"
 
 
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock's."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.endswith(".lock")}
+
+
+SHARDS_THAT_ARE_NOT_THERE = {
+    "absent": lambda path: path.unlink(),
+    "a pointer": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+    "half there": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "of other tensors": lambda path: save_file({"other": torch.ones(1)}, path),
+}
+
+
+@pytest.mark.parametrize("damage", SHARDS_THAT_ARE_NOT_THERE.values(), ids=SHARDS_THAT_ARE_NOT_THERE)
+def test_a_save_beside_a_shard_that_is_not_here_states_no_total(damage, tmp_path):
+    """A checkpoint of which only a part was fetched: its other layers stay in the index, its total would be a lie until they are there."""
+    other = write_by_hand(tmp_path, SMALL, quantised=True, layer=4)
+    shard = tmp_path / "layer-4.safetensors"
+    index = {"metadata": {"total_size": 12345, "total_parameters": 7}, "weight_map": dict.fromkeys(other, shard.name)}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    whole = shard.read_bytes()
+    damage(shard)
+    for seed in (1, 2):
+        weights = random_weights(SMALL, "bf16", seed=seed)
+        path = weights.save(tmp_path)
+        assert_same(ExpertWeights.load(tmp_path, SMALL), weights)
+        written = json.loads((tmp_path / INDEX).read_text())
+        assert written["metadata"] == {"total_parameters": 7}
+        assert written["weight_map"] == dict.fromkeys(other, shard.name) | dict.fromkeys(load_file(path), path.name)
+    shard.write_bytes(whole)
+    weights.save(tmp_path)
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"] == {"total_parameters": 7, "total_size": sum(stored_bytes(tmp_path).values())}
+
+
+def test_a_first_index_names_the_files_that_are_there(tmp_path):
+    others = write_by_hand(tmp_path, SPEC, quantised=True, layer=4)
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model-other.safetensors")
+    weights = random_weights(SPEC, "bf16")
+    path = weights.save(tmp_path)
+    assert_same(ExpertWeights.load(tmp_path, SPEC), weights)
+    assert ExpertWeights.load(tmp_path, SPEC, layer=4).fmt == "fp8_block"
+    index = json.loads((tmp_path / INDEX).read_text())
+    files = dict.fromkeys(others, "layer-4.safetensors") | {"model.norm.weight": "model-other.safetensors"}
+    assert index["weight_map"] == files | dict.fromkeys(load_file(path), path.name)
+    assert index["metadata"]["total_size"] == sum(stored_bytes(tmp_path).values())
+
+
+def test_a_first_index_forgets_what_the_save_replaces(tmp_path):
+    """The layer is in another file, with scales, and in a damaged one of the name that is written: neither counts any more."""
+    write_by_hand(tmp_path, SPEC, quantised=True, layer=0)
+    weights = random_weights(SPEC, "bf16")
+    path = weights.save(tmp_path)
+    (tmp_path / INDEX).unlink()
+    os.truncate(path, 100)
+    weights.save(tmp_path)
+    assert_same(ExpertWeights.load(tmp_path, SPEC), weights)
+    assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {path.name}
+
+
+@pytest.mark.parametrize("damage", ["unreadable", "twice"])
+def test_files_that_no_first_index_can_name_stop_the_save(damage, tmp_path):
+    path, _ = saved(tmp_path, "bf16", SMALL)
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"model.norm.weight": torch.ones(3)}, tmp_path / name)
+    if damage == "unreadable":
+        os.truncate(tmp_path / "b.safetensors", 20)
+    before = _contents(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"b\.safetensors cannot be read" if damage == "unreadable" else r"a\.safetensors and in b\.safetensors"
+    ):
+        random_weights(SMALL, "bf16", seed=1).save(tmp_path)
+    assert _contents(tmp_path) == before
+    assert path.name in before
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+def test_an_index_that_cannot_be_written_changes_nothing(failure, tmp_path, monkeypatch):
+    """Neither the old layer nor the old index, and no temporary file stays behind."""
+    random_weights(SPEC, "fp8_block", seed=1).save(tmp_path)
+    before = _contents(tmp_path)
+    write_text = Path.write_text
+    stopped = []
+
+    def stop_halfway(self, text, *args, **kwargs):
+        write_text(self, text[: len(text) // 2], *args, **kwargs)
+        stopped.append(self)
+        raise failure
+
+    monkeypatch.setattr(Path, "write_text", stop_halfway)
+    for layer in (0, 1):
+        with pytest.raises(CheckpointError if isinstance(failure, OSError) else type(failure)):
+            random_weights(SPEC, "bf16", seed=2).save(tmp_path, layer)
+    assert len(stopped) == 2, "the index is no longer written by Path.write_text: this test must find the moment anew"
+    assert _contents(tmp_path) == before
+
+
+def test_a_file_that_cannot_take_its_name_is_not_in_the_index(tmp_path):
+    weights = random_weights(SMALL, "bf16")
+    weights.save(tmp_path / "a")
+    before = _contents(tmp_path / "a")
+    (tmp_path / "a" / weights.save(tmp_path / "b", layer=1).name).mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        weights.save(tmp_path / "a", layer=1)
+    assert _contents(tmp_path / "a") == before
+
+
+@pytest.mark.parametrize("layer", [-1, 1.0, "1", None, True], ids=repr)
+def test_a_layer_that_is_no_number_of_one_is_refused(layer, tmp_path):
+    weights = random_weights(SMALL, "bf16")
+    with pytest.raises(CheckpointError, match=f"layer={layer!r} must be an int from 0 up"):
+        weights.save(tmp_path, layer)
+    assert os.listdir(tmp_path) == []
+    weights.save(tmp_path)
+    with pytest.raises(CheckpointError, match=f"layer={layer!r} must be an int from 0 up"):
+        ExpertWeights.load(tmp_path, SMALL, layer)
+
+
 @pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
 def test_an_interrupted_save_leaves_no_half_file(failure, tmp_path, monkeypatch):
     before = random_weights(SPEC, "fp8_block", seed=1)
@@ -444,9 +567,48 @@ def test_weights_that_are_not_finite_are_refused(fmt, bad, which):
         ExpertWeights.from_bf16(SPEC, *tensors, fmt=fmt)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("which", [0, 1])
+def test_float32_weights_beyond_bfloat16_are_refused_as_bf16_alone(which, sign):
+    """The middle between bfloat16's largest number and the next power of two rounds up, to infinity; just below it nothing is lost."""
+    largest = torch.finfo(torch.bfloat16).max
+    middle = torch.tensor(largest) + torch.tensor(2.0**119)
+    tensors = [tensor.float() for tensor in distinct_parts(SPEC)]
+    tensors[which][3, 5, 7] = sign * torch.nextafter(middle, torch.tensor(0.0))
+    kept = ExpertWeights.from_bf16(SPEC, *tensors, fmt="bf16")
+    assert (kept.w13, kept.w2)[which][3, 5, 7] == sign * largest
+    tensors[which][3, 5, 7] = sign * middle
+    with pytest.raises(WeightsMismatch, match=rf"{('w13', 'w2')[which]} holds 3\.39618e\+38 in expert 3, bfloat16 ends at 3\.38953e\+38"):
+        ExpertWeights.from_bf16(SPEC, *tensors, fmt="bf16")
+    assert bool(ExpertWeights.from_bf16(SPEC, *tensors).dequantize()[which].isfinite().all())
+
+
 def _fp8_parts() -> dict[str, Tensor]:
     """Arguments of `from_fp8`, by name."""
     return dict(random_weights(SPEC, "fp8_block").tensors())
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("place", [("w13", 0), ("w13", 3), ("w2", 2)], ids=str)
+def test_a_payload_of_nan_is_refused_by_name(place, byte):
+    """By `from_fp8`, which looks at what it is given; the constructor itself reads no payload."""
+    (name, expert), parts = place, _fp8_parts()
+    parts[name].view(torch.uint8)[expert, 5, 7] = byte
+    with pytest.raises(WeightsMismatch, match=f"{name} holds NaN, first in expert {expert}"):
+        ExpertWeights.from_fp8(SPEC, **parts)
+    ExpertWeights(SPEC, "fp8_block", **parts)
+
+
+def test_requantising_nan_changes_no_expert():
+    for name, expert in (("w13", 3), ("w2", 0), ("w2", 3)):
+        parts = _fp8_parts()
+        parts[name].view(torch.uint8)[expert, 5, 7] = 0x7F
+        weights = ExpertWeights(SPEC, "fp8_block", **parts)
+        before = {part: raw(tensor).clone() for part, tensor in parts.items()}
+        with pytest.raises(WeightsMismatch, match=f"{name} holds NaN, first in expert {expert}"):
+            weights.requantize("ue8m0")
+        for part, tensor in weights.tensors().items():
+            assert torch.equal(raw(tensor), before[part]), f"{part} changed, for NaN in {name} of expert {expert}"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e-6])
@@ -630,6 +792,46 @@ def test_a_checkpoint_of_an_unknown_dtype_is_refused(dtype, tmp_path):
         ExpertWeights.load(tmp_path, SMALL)
 
 
+NOT_FINITE = [
+    ("bf16", torch.nan),
+    ("bf16", torch.inf),
+    ("bf16", -torch.inf),
+    ("fp8_block", torch.nan),
+    ("fp8_block", -torch.nan),
+    ("ue8m0", torch.nan),
+]
+
+
+@pytest.mark.parametrize(("fmt", "bad"), NOT_FINITE)
+def test_stored_weights_that_are_not_finite_are_all_named(fmt, bad, tmp_path):
+    path, tensors = saved(tmp_path, fmt)
+    names = [key(0, expert, projection) for expert, projection in ((0, "gate"), (1, "up"), (1, "down"), (3, "gate"), (3, "up"), (3, "down"))]
+    for count in (1, 2, 6):
+        for name in names[:count]:
+            tensors[name][127, 127] = bad
+        save_file(tensors, path)
+        with pytest.raises(CheckpointError) as caught:
+            ExpertWeights.load(tmp_path, SPEC)
+        listed = ", ".join(names[: min(count, 5)]) + (" and 1 more" if count == 6 else "")
+        assert f"{tmp_path}: NaN or infinity in {listed}; " in str(caught.value)
+    assert ExpertWeights.load(tmp_path, SPEC.shard(ep=4, ep_rank=2)).fmt == fmt, "a rank whose experts are sound"
+
+
+@by_format
+def test_fused_weights_that_are_not_finite_are_named_with_their_expert(fmt, tmp_path):
+    weights = random_weights(SPEC, fmt)
+    names = {"w13": "gate_up_proj", "w2": "down_proj", "w13_scale_inv": "gate_up_proj_scale_inv", "w2_scale_inv": "down_proj_scale_inv"}
+    for place in ((1, 0, 0), (1, 255, 383), (3, 128, 7)):
+        weights.w13[place] = torch.nan
+    weights.w2[3, 383, 127] = torch.nan
+    prefix = "model.layers.0.mlp.experts."
+    save_file({prefix + names[name]: tensor for name, tensor in weights.tensors().items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        ExpertWeights.load(tmp_path, SPEC)
+    assert f"NaN or infinity in {prefix}gate_up_proj[1], {prefix}gate_up_proj[3], {prefix}down_proj[3]; " in str(caught.value)
+    assert ExpertWeights.load(tmp_path, SPEC.shard(ep=4, ep_rank=2)).fmt == fmt
+
+
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("damage", ["empty", "header cut", "tail cut", "garbage"])
 def test_a_damaged_file_is_named(damage, indexed, tmp_path):
@@ -674,12 +876,15 @@ def test_a_broken_index_is_named(text, tmp_path):
         ExpertWeights.load(tmp_path, SMALL)
 
 
-@pytest.mark.parametrize("text", ["nonsense", "[]", "{}"])
-def test_saving_beside_a_broken_index_says_so(text, tmp_path):
-    (tmp_path / INDEX).write_text(text)
-    with pytest.raises(CheckpointError, match=f"{INDEX} is not a safetensors index"):
-        random_weights(SMALL, "bf16").save(tmp_path)
-    assert (tmp_path / INDEX).read_text() == text
+@pytest.mark.parametrize("text", NOT_AN_INDEX)
+def test_saving_beside_a_broken_index_says_so_and_changes_nothing(text, tmp_path):
+    random_weights(SMALL, "bf16").save(tmp_path)
+    (tmp_path / INDEX).write_text(text.replace("%s", key(0, 0, "gate")))
+    before = _contents(tmp_path)
+    for layer in (0, 1):
+        with pytest.raises(CheckpointError, match=f"{INDEX} is not a safetensors index"):
+            random_weights(SMALL, "bf16", seed=1).save(tmp_path, layer)
+    assert _contents(tmp_path) == before
 
 
 def test_an_index_that_names_a_wrong_file_is_an_error_with_both_names(tmp_path):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from graphmoe.errors import UnsupportedShape
 from graphmoe.spec import MoESpec
+
+if TYPE_CHECKING:
+    from graphmoe.formats.ue8m0 import requantize_ue8m0 as requantize_ue8m0
 
 BLOCK = 128
 """Side of a weight block and length of an activation group of block FP8 (DeepSeek-V3's format)."""
@@ -85,3 +89,12 @@ def get_format(name: str) -> Format:
     if name not in FORMATS:
         raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def __getattr__(name: str) -> Any:
+    """`requantize_ue8m0`, on first use: it needs torch, which planning does without."""
+    if name == "requantize_ue8m0":
+        from graphmoe.formats.ue8m0 import requantize_ue8m0
+
+        return requantize_ue8m0
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -73,3 +73,8 @@ def dequantize_rows(payload: Tensor, scale: Tensor) -> Tensor:
 def to_e4m3(values: Tensor) -> Tensor:
     """Saturating cast: beyond +-448 becomes +-448 (torch versions differ on overflow), NaN stays NaN."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def holds_nan(payload: Tensor) -> bool:
+    """Whether an e4m3 tensor holds NaN: 0x7F is the largest signed byte, 0xFF the largest unsigned one. Makes no temporary."""
+    return payload.numel() > 0 and (int(payload.view(torch.int8).max()) == 0x7F or int(payload.view(torch.uint8).max()) == 0xFF)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.errors import WeightsError
 from graphmoe.formats import BLOCK, SCALES_PER_WORD, fp8_block
-from graphmoe.formats.fp8_block import E4M3_MAX, to_e4m3
+from graphmoe.formats.fp8_block import E4M3_MAX, holds_nan, to_e4m3
 
 TMA_ROWS = 4
 """Rows of packed words are padded to this many: 16 bytes, what a TMA copy needs."""
@@ -141,7 +141,7 @@ def _check(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> None:
         )
     if not bool((scale_inv.float().isfinite() & (scale_inv.float() >= 0)).all()):
         raise WeightsError("scale_inv holds a scale that is NaN, infinite or negative")
-    if bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+    if holds_nan(weight):
         raise WeightsError("weight holds NaN: its block would become NaN as a whole")
 
 

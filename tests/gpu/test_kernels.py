@@ -121,17 +121,77 @@ def test_combine_is_within_one_bf16_step_of_its_twin(name: str) -> None:
             assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-6)[~twin.isnan()].all())
 
 
+@pytest.mark.parametrize("columns", [384, 1152, 64])
+def test_nothing_is_written_behind_the_last_row(columns: int) -> None:
+    """Widths that are no multiple of what a program writes at once."""
+
+    def with_guard() -> tuple[Tensor, Tensor]:
+        memory = torch.full((2 * columns + 1024,), 7.0, device="cuda", dtype=torch.bfloat16)
+        return memory[: 2 * columns].view(2, columns), memory[2 * columns :]
+
+    x = torch.randn(2, columns, device="cuda").bfloat16()
+    row_of, weights = torch.tensor([[0], [1]], dtype=torch.int32, device="cuda"), torch.ones(2, 1, device="cuda")
+    (rows, behind_rows), (out, behind_out), (hidden, behind_hidden), (staged, behind_staged) = (with_guard() for _ in range(4))
+    kernels.scatter(x, row_of, rows=rows[None], scales=None, scale_format=None)
+    kernels.combine(rows[None], row_of, weights, scale=1.0, out=out)
+    kernels.stage(x, row_of, weights, x_out=staged, ids_out=torch.empty_like(row_of), weights_out=torch.empty_like(weights))
+    for copied in (rows, out, staged):
+        assert torch.equal(copied, x)
+    kernels.act(torch.zeros(1, 2, 2 * columns, device="cuda").bfloat16(), row_of, rows=hidden[None], scales=None, scale_format=None)
+    assert bool((hidden == 0).all())
+    for guard in (behind_rows, behind_out, behind_hidden, behind_staged):
+        assert bool((guard == 7).all())
+
+
+FAR = 2**23
+"""A row, or a token, that in 512 columns starts at element 2^32: an offset that 32 bits hold only as 0."""
+
+
+def test_rows_beyond_32_bits_of_elements_are_found() -> None:
+    values, there = torch.randn(1, 1, 1024, device="cuda").bfloat16(), torch.tensor([[FAR]], dtype=torch.int32, device="cuda")
+    rows = torch.zeros(1, FAR + 1, 512, device="cuda", dtype=torch.bfloat16)
+    kernels.scatter(values[0, :, :512], there, rows=rows, scales=None, scale_format=None)
+    assert torch.equal(rows[:, -1:], values[:, :, :512])
+    assert not rows[0, 0].any()
+    out = torch.empty(1, 512, device="cuda", dtype=torch.bfloat16)
+    kernels.combine(rows, there, torch.ones(1, 1, device="cuda"), scale=1.0, out=out)
+    assert torch.equal(out, rows[0, -1:])
+    gate_up = torch.zeros(1, FAR + 1, 1024, device="cuda", dtype=torch.bfloat16)
+    gate_up[:, -1:] = values
+    kernels.act(gate_up, there, rows=rows.zero_(), scales=None, scale_format=None)
+    want = torch.empty(1, 1, 512, device="cuda", dtype=torch.bfloat16)
+    kernels.act(values, torch.zeros_like(there), rows=want, scales=None, scale_format=None)
+    assert torch.equal(rows[:, -1:], want)
+    assert bool(want.any())
+    assert not rows[0, 0].any()
+
+
+def test_tokens_beyond_32_bits_of_elements_are_found() -> None:
+    x = torch.zeros(FAR + 1, 512, device="cuda", dtype=torch.bfloat16)
+    x[-1] = torch.randn(512, device="cuda")
+    row_of = torch.full((FAR + 1, 1), -1, dtype=torch.int32, device="cuda")
+    row_of[-1] = 0
+    rows = torch.empty(1, 1, 512, device="cuda", dtype=torch.bfloat16)
+    kernels.scatter(x, row_of, rows=rows, scales=None, scale_format=None)
+    assert torch.equal(rows[0], x[-1:])
+    out = torch.full_like(x, 9.0)
+    kernels.combine(rows, row_of, torch.ones(FAR + 1, 1, device="cuda"), scale=1.0, out=out)
+    assert torch.equal(out[-1:], x[-1:])
+    assert not out[0].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 8])
-def test_stage_equals_its_twin_exactly(dtype: torch.dtype, shift: int, tokens: int) -> None:
+def test_stage_equals_its_twin_exactly(dtype: torch.dtype, expanded: bool, shift: int, tokens: int) -> None:
     h, k, bucket = 2048, 8, 8
     x = torch.randn(tokens, h + 1, device="cuda").bfloat16()[:, shift : shift + h]
     ids = torch.randint(-2, 200, (k, tokens), device="cuda", dtype=dtype).T
     if dtype == torch.int64 and tokens:
         ids[0, 0] = (1 << 32) + 1
         ids[0, 1] = -(1 << 32) + 1
-    weights = torch.rand(1, k, device="cuda").expand(tokens, k)
+    weights = torch.rand(1, k, device="cuda").expand(tokens, k) if expanded else torch.rand(k, tokens, device="cuda").T
     outs = []
     for ops in (kernels, reference):
         buffers = (
