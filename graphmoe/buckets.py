@@ -50,7 +50,7 @@ class BucketLadder:
     def preset(cls, name: str, max_tokens: int | None = None, overflow: Overflow = "raise") -> BucketLadder:
         """The capture sizes of `"vllm"` (to 512 by default) or `"sglang"` (to 256), cut at `max_tokens`, which is always a bucket itself."""
         if name not in _PRESETS:
-            raise SpecError(f"unknown ladder {name!r}; presets: {', '.join(_PRESETS)}; or give sizes")
+            raise SpecError(f"unknown preset {name!r}; presets: {', '.join(_PRESETS)}; a ladder of your own is BucketLadder([1, 2, 4, 8])")
         default_max, sizes = _PRESETS[name]
         top = default_max if max_tokens is None else max_tokens
         return cls([*(size for size in sizes if size <= top), top], overflow)
@@ -64,6 +64,8 @@ class BucketLadder:
         if isinstance(buckets, str):
             if re.fullmatch(r"\s*[0-9]+(\s*,\s*[0-9]+)*\s*,?\s*", buckets):
                 return cls([int(size) for size in buckets.split(",") if size.strip()], policy)
+            if buckets not in _PRESETS:
+                raise SpecError(f"{buckets!r} is neither a preset ({', '.join(_PRESETS)}) nor batch sizes such as '1,2,4,8' (positive ints)")
             return cls.preset(buckets, overflow=policy)
         return cls(buckets, policy)
 

@@ -63,9 +63,9 @@ class Built:
     plan: Plan
     device: torch.device
     ops: Ops
-    arena: Arena
-    static: dict[str, Tensor]
-    flag: StickyFlag
+    arena: Arena = field(init=False)
+    static: dict[str, Tensor] = field(default_factory=dict)
+    flag: StickyFlag = field(init=False)
     weights: list[ExpertWeights] = field(default_factory=list)
     buckets: dict[int, Bucket] = field(default_factory=dict)
     graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
@@ -87,7 +87,8 @@ class Built:
         self.buckets.clear()
         self.weights.clear()
         self.static.clear()
-        del self.arena, self.flag
+        for name in ("arena", "flag"):
+            vars(self).pop(name, None)  # a build may have failed before it had them
 
 
 def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool) -> Built:
@@ -107,8 +108,9 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("a runtime cannot be built while the current stream captures a graph; build it before, call it inside")
     ops, gemm = _backend(plan, device)
-    built = _allocate(plan, device, ops)
+    built = Built(plan, device, ops)
     try:
+        _allocate(built)
         built.weights += [one.to(device).prepared(plan.arch) for one in weights]
         _bind(built, gemm)
         if device.type == "cuda":
@@ -121,15 +123,15 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
     return built
 
 
-def _allocate(plan: Plan, device: torch.device, ops: Ops) -> Built:
-    arena = Arena(plan, device)
-    static = {buffer.name: arena.view(buffer) for buffer in plan.static}
-    static["flags"].zero_()
-    static["topk_ids"].fill_(-1)
-    return Built(plan, device, ops, arena, static, StickyFlag(static["flags"]))
+def _allocate(built: Built) -> None:
+    built.arena = arena = Arena(built.plan, built.device)
+    built.static = {buffer.name: arena.view(buffer) for buffer in built.plan.static}
+    built.static["flags"].zero_()
+    built.static["topk_ids"].fill_(-1)
+    built.flag = StickyFlag(built.static["flags"])
 
 
-def _bind(built: Built, gemm: GroupedGemm) -> None:
+def _bind(built: Built, gemm: GroupedGemm | None) -> None:
     plan, static = built.plan, built.static
     fmt = get_format(plan.fmt).on(plan.arch)
     for bucket in plan.buckets:
@@ -162,6 +164,7 @@ def _capture(built: Built, progress: bool) -> None:
             prove(captured, bucket.bound[layer], get_path(planned.recipe.path), planned)
             bar.advance(task)
         built.flag.clear()
+        stream.synchronize()  # whatever stream the first call is on, the flag is down before it
 
 
 def warm_stage(built: Built) -> None:
@@ -176,7 +179,8 @@ def warm_stage(built: Built) -> None:
             built.ops.stage(x, ids, weights, x_out=inputs.x, ids_out=inputs.topk_ids, weights_out=inputs.topk_weights)
 
 
-def _backend(made: Plan, device: torch.device) -> tuple[Ops, GroupedGemm]:
+def _backend(made: Plan, device: torch.device) -> tuple[Ops, GroupedGemm | None]:
+    layouts = [layout for layout in {get_path(bucket.recipe.path).gemm_layout for bucket in made.buckets} if layout]
     if device.type == "cpu":
         from graphmoe.gemm.torch import TorchGemm
 
@@ -184,4 +188,4 @@ def _backend(made: Plan, device: torch.device) -> tuple[Ops, GroupedGemm]:
     from graphmoe import kernels
     from graphmoe.gemm.deep_gemm import DeepGemm
 
-    return kernels, DeepGemm(made.fmt, device, [layout for layout in {get_path(bucket.recipe.path).gemm_layout for bucket in made.buckets} if layout])
+    return kernels, DeepGemm(made.fmt, device, layouts) if layouts else None

@@ -34,18 +34,25 @@ def check_call(spec: MoESpec, device: torch.device, x: Tensor, topk_ids: Tensor,
     return tokens
 
 
-def refuse_shifted_overlap(x: Tensor, out: Tensor) -> None:
-    """Chunks are written while later ones are still to be read: `out` may be `x` itself or apart from it, not a shifted view of its memory."""
-    same = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
-    if not same and _meet(x, out):
-        raise InvalidInput("out overlaps x without being x: a chunked call would overwrite tokens that it has not read yet; pass a separate out")
+def refuse_shifted_overlap(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+    """Chunks are written while later ones are still to be read: `out` may be `x` itself or apart from every input, not another view of its memory."""
+    for name, given in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        same = name == "x" and x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
+        if not same and _meet(given, out):
+            raise InvalidInput(
+                f"out overlaps {name} without being it: a chunked call would overwrite tokens that it has not read yet; pass a separate out"
+            )
 
 
-def refuse_lent_memory(arena: Arena, largest: Bucket, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> None:
+def refuse_lent_memory(
+    arena: Arena, largest: Bucket, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None, *, chunked: bool
+) -> None:
     """A call copies its inputs to the static buffers while it reads them: an input may be the static buffer itself or lie apart from it, not be
-    another view of its memory. The same holds for `out` and `y`. Another buffer of the runtime may be passed as an input: `y`, say.
+    another view of its memory. The same holds for `out` and `y`. Any rows of `y` may be passed as an input, unless later chunks would read them after
+    earlier ones overwrote them.
     """
     static = largest.inputs
+    written = (static.x, static.topk_ids, static.topk_weights)
     for name, given, buffer in (
         ("x", x, static.x),
         ("topk_ids", topk_ids, static.topk_ids),
@@ -54,8 +61,8 @@ def refuse_lent_memory(arena: Arena, largest: Bucket, x: Tensor, topk_ids: Tenso
     ):
         if given is None or not arena.base <= given.data_ptr() < arena.base + arena.nbytes:
             continue
-        itself = given.data_ptr() == buffer.data_ptr() and given.dtype == buffer.dtype and given.stride() == buffer.stride()
-        others = (static.x, static.topk_ids, static.topk_weights) if name != "out" else (largest.y,)
+        itself = not chunked and given.data_ptr() == buffer.data_ptr() and given.dtype == buffer.dtype and given.stride() == buffer.stride()
+        others = (*written, largest.y) if chunked else (largest.y,) if name == "out" else written
         if not itself and any(_meet(given, other) for other in others):
             raise InvalidInput(f"{name} is a view of the runtime's own buffers that the call writes while it reads it; pass {name}.clone()")
 

@@ -63,34 +63,37 @@ def _capture_once(run: Callable[[], None], pool: Any) -> CapturedStep:
     started = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
+    ended = False
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         allocations = -_allocations()  # from here: beginning a capture lets torch allocate its random-number state
         run()
         allocations += _allocations()
         graph.capture_end()
+        ended = True
         kernels = kernel_nodes(graph)
         graph.instantiate()
         torch.cuda.current_stream().synchronize()
     except BaseException:
-        _abandon(graph, pool)
+        if not ended:
+            _end_failed_capture(graph, pool)
+        with suppress(Exception):
+            graph.reset()
         raise
     free_after, _ = torch.cuda.mem_get_info()
     return CapturedStep(graph, kernels, time.perf_counter() - started, max(0, free_before - free_after), allocations)
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture wherever it failed. When the driver has invalidated it, torch's own end raises half-way and keeps allocating to the pool."""
+def _end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture wherever it failed. Where the driver has invalidated it, torch's own end raises before it stops allocating to the pool."""
     if torch.cuda.is_current_stream_capturing():
-        try:
+        with suppress(Exception):
             graph.capture_end()
-        except Exception:
-            device = torch.cuda.current_device()
-            for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                with suppress(Exception):
-                    undo(device, pool)
-    with suppress(Exception):
-        graph.reset()
+            return
+    device = torch.cuda.current_device()
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with suppress(Exception):
+            undo(device, pool)
 
 
 def prove(captured: CapturedStep, bound: BoundPath, path: Path, bucket: BucketPlan) -> None:

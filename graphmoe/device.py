@@ -15,7 +15,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
     """
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InvalidInput(f"device {device!r} is not supported; supported: cuda, cpu") from error
     if resolved.type not in ("cpu", "cuda"):
         raise InvalidInput(f"device {resolved} is not supported; supported: cuda, cpu")

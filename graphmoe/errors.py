@@ -4,7 +4,7 @@
     ├── SpecError               (ValueError)   numbers that cannot be an MoE layer
     │   └── UnsupportedSpec                    a real layer that graphmoe does not run yet
     ├── PlanError               (ValueError)
-    │   ├── UnsupportedShape                   H, I or E that a format, path or GEMM cannot take
+    │   ├── UnsupportedShape                   H, I or E that a format, path or GEMM cannot take; an unknown format or arch
     │   ├── UnknownRecipe                      a path or option nobody registered
     │   ├── ArenaTooLarge                      the plan does not fit max_arena_bytes
     │   └── SchemaMismatch                     a plan or profile file of another schema version
@@ -41,7 +41,7 @@ class PlanError(GraphMoEError, ValueError):
 
 
 class UnsupportedShape(PlanError):
-    """A format, path or GEMM cannot take this H, I or E."""
+    """A format, path or GEMM cannot take this H, I or E, or nobody registered the format or arch."""
 
 
 class UnknownRecipe(PlanError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,18 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, experts_prefix
+from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, experts_prefix, some
 from graphmoe.errors import CheckpointError
 from graphmoe.formats import BLOCK, get_format
 from graphmoe.formats.fp8_block import holds_nan
 from graphmoe.sharding import IntermediateShard
 from graphmoe.spec import MoESpec
 
-_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+"""What a stored block scale may be, as safetensors says it."""
+
+_NAMES = "names as of Qwen3-MoE and DeepSeek-V3, or fused gate_up_proj"
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(?:gate|up|down|gate_up)_proj")
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class _Source:
         """One expert's projection; its name goes into `not_finite` if it holds NaN or infinity."""
         weight = self.read(projection, expert, scale=False)
         name = self.key(projection, expert) + (f"[{expert}]" if self.fused else "")
-        if not _is_finite(weight) and name not in self.not_finite:
+        if not is_finite(weight) and name not in self.not_finite:
             self.not_finite.append(name)
         return weight
 
@@ -113,11 +118,11 @@ def load_experts(
                     tensors[name + SCALE_SUFFIX][local, at : at + part_scale.shape[0]].copy_(part_scale)
                 del part  # before the next is read
         if source.not_finite:
-            raise CheckpointError(f"{directory}: NaN or infinity in {_some(source.not_finite)}; take these tensors from the original checkpoint")
+            raise CheckpointError(f"{directory}: NaN or infinity in {some(source.not_finite)}; take these tensors from the original checkpoint")
     return fmt, width, tensors
 
 
-def _is_finite(weight: Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
     """Whether a bf16 or e4m3 tensor on the CPU is finite throughout; makes no temporary, as the stated peak of memory demands."""
     if weight.dtype == torch.float8_e4m3fn:
         return not holds_nan(weight)
@@ -130,17 +135,21 @@ def _judge(source: _Source, directory: str) -> str:
     experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
     projections = {source.key(projection, e): projection for e in experts for projection in (source.gate, source.up, source.down)}
     present = {key for key in reader.keys() if key.startswith(experts_prefix(layer))}  # noqa: SIM118 - not a mapping
+    if not present:
+        raise CheckpointError(f"{directory}: layer {layer} has no experts under {experts_prefix(layer)}; {_layers_with_experts(reader)}")
     quantised = any(key + SCALE_SUFFIX in present for key in projections)
 
     problems = []
     wanted = [*projections, *(key + SCALE_SUFFIX for key in projections if quantised)]
     missing = [key for key in wanted if key not in present]
     if missing:
-        problems.append(f"{_some(missing)} missing")
+        problems.append(f"{some(missing)} missing")
     every = {source.key(projection, e) for e in range(spec.num_experts) for projection in (source.gate, source.up, source.down)}
     extra = sorted(present - every - {key + SCALE_SUFFIX for key in every})
     if extra:
-        problems.append(f"{_some(extra)} not part of such a layer")
+        problems.append(f"{some(extra)} not part of such a layer")
+    stored = _experts_stored(source, present)
+    many = f"; the layer has {stored} experts, the spec num_experts={spec.num_experts}: describe all of them, spec.shard(ep=, ep_rank=) takes a part"
 
     scale_dtypes = set()
     wrong = []
@@ -149,7 +158,7 @@ def _judge(source: _Source, directory: str) -> str:
             if name not in present:
                 continue
             shape, dtype = reader.describe(name)
-            allowed = _SCALE_DTYPES if scale else ("F8_E4M3",) if quantised else ("BF16",)
+            allowed = SCALE_DTYPES if scale else ("F8_E4M3",) if quantised else ("BF16",)
             if shape != source.stored_shape(projection, scale=scale):
                 wrong.append(f"{name} is {shape}, not {source.stored_shape(projection, scale=scale)}")
             elif dtype not in allowed:
@@ -160,17 +169,34 @@ def _judge(source: _Source, directory: str) -> str:
                 if not bool((values.isfinite() & (values >= 0)).all()):
                     wrong.append(f"{name} holds a scale that is NaN, infinite or negative")
     if wrong:
-        problems.append(_some(wrong))
+        problems.append(some(wrong))
     if len(scale_dtypes) > 1:
         problems.append("F8_E8M0 scales beside others; requantise the layer as a whole")
     if problems:
         want = f"spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}, H={spec.hidden_size}, I={spec.intermediate_size}"
-        help_ = "names as of Qwen3-MoE and DeepSeek-V3, or fused gate_up_proj; the spec's I is the whole model's: a shard is read with tp=, tp_rank="
-        raise CheckpointError(f"{directory}: {'; '.join(problems)}; {want} ({help_})")
+        help_ = f"{_NAMES}; the spec's I is the whole model's: a shard is read with tp=, tp_rank="
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}; {want} ({help_}){many if stored > spec.num_experts else ''}")
     fmt = "bf16" if not quantised else "ue8m0" if scale_dtypes == {"F8_E8M0"} else "fp8_block"
     get_format(fmt).check(spec)
     return fmt
 
 
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+def _layers_with_experts(reader: CheckpointReader) -> str:
+    layers = sorted({int(found[1]) for key in reader.keys() if (found := _EXPERTS.match(key))})  # noqa: SIM118 - not a mapping
+    if not layers:
+        return f"no layer of this checkpoint has ({_NAMES})"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "layers that have: " + some([str(first) if first == last else f"{first}..{last}" for first, last in runs])
+
+
+def _experts_stored(source: _Source, present: set[str]) -> int:
+    """Experts of the layer in the checkpoint."""
+    if source.fused:
+        shape, _ = source.reader.describe(source.key(source.gate, 0))
+        return shape[0] if shape else 0
+    return 1 + max((int(found[2]) for key in present if (found := _EXPERTS.match(key)) and found[2]), default=-1)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -69,25 +70,64 @@ def call_timing(call: Callable[[], object], *, device: torch.device, repeats: in
     return _timing(samples)
 
 
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do at most, measured in the same run as what is compared with it.
+
+    Attributes:
+        read_bandwidth: bytes a second of a plain reduction over device memory.
+        matmul_flops: operations a second of a large dense product in the weights' type.
+    """
+
+    read_bandwidth: float
+    matmul_flops: float
+
+    @classmethod
+    def measure(cls, fmt: str, device: torch.device) -> Ceilings:
+        return cls(read_bandwidth(device), matmul_flops(fmt, device))
+
+    def floor_us(self, weights: ExpertWeights, counts: Sequence[int]) -> float:
+        """Microseconds that no layer can beat: its active experts' weights read once, or its products computed, whichever takes longer.
+
+        Args:
+            weights: the layer's.
+            counts: assignments of each local expert.
+        """
+        spec = weights.spec
+        active = sum(count > 0 for count in counts)
+        read = weights.nbytes / spec.num_local_experts * active / self.read_bandwidth
+        compute = 2 * 3 * spec.hidden_size * spec.intermediate_size * sum(counts) / self.matmul_flops
+        return max(read, compute) * 1e6
+
+
 def read_bandwidth(device: torch.device, *, nbytes: int = 1 << 32, repeats: int = 10) -> float:
     """Bytes a second that a plain reduction over `nbytes` of device memory reads: the ceiling of a memory-bound kernel."""
     data = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
     out = torch.empty((), dtype=torch.float32, device=device)
-    torch.sum(data, dim=0, out=out)
+    return nbytes / _best_seconds(lambda: torch.sum(data, dim=0, out=out), repeats)
+
+
+def matmul_flops(fmt: str, device: torch.device, *, size: int = 8192, repeats: int = 10) -> float:
+    """Operations a second of a dense `size`^3 product: e4m3 with one scale a tensor for FP8 formats, else bf16."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    if fmt == "bf16":
+        return 2 * size**3 / _best_seconds(lambda: a @ b, repeats)
+    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
+    product = partial(torch._scaled_mm, a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return 2 * size**3 / _best_seconds(product, repeats)
+
+
+def _best_seconds(run: Callable[[], object], repeats: int) -> float:
+    run()
     samples = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        torch.sum(data, dim=0, out=out)
+        run()
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) * 1e-3)
-    return nbytes / min(samples)
-
-
-def floor_us(weights: ExpertWeights, active_experts: int, bandwidth: float) -> float:
-    """Microseconds to read the weights of the experts that a batch touches, at `bandwidth` bytes a second: no layer is faster at decode sizes."""
-    return weights.nbytes / weights.spec.num_local_experts * active_experts / bandwidth * 1e6
+    return min(samples)
 
 
 def _synchronise(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The five operations around the GEMMs, as one interface with two implementations.
+"""The operations of a step that are our own, as one interface with two implementations.
 
 `graphmoe.kernels` implements it in Triton (one launch each, no allocation), `graphmoe.reference` in plain torch (the meaning, any device).
 """
@@ -26,3 +26,73 @@ class Ops(Protocol):
     def act(self, gate_up: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None, scale_format: ScaleFormat | None) -> None: ...
 
     def combine(self, rows: Tensor, row_of: Tensor, topk_weights: Tensor, *, scale: float, out: Tensor) -> None: ...
+
+    def route_tiles(
+        self,
+        topk_ids: Tensor,
+        x: Tensor,
+        *,
+        experts: int,
+        distinct: bool,
+        row_of: Tensor,
+        tiles: Tensor,
+        members: Tensor,
+        x_rows: Tensor | None,
+        x_scales: Tensor | None,
+        scale_format: ScaleFormat | None,
+        flags: Tensor,
+    ) -> None: ...
+
+    def gather_up(
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        tiles: Tensor,
+        members: Tensor,
+        w13: Tensor,
+        w13_scales: Tensor | None,
+        *,
+        block_rows: int,
+        stages: int,
+        warps: int,
+        act: Tensor,
+        act_scales: Tensor | None,
+        scale_format: ScaleFormat | None,
+    ) -> None: ...
+
+    def gather_down(
+        self,
+        act: Tensor,
+        act_scales: Tensor | None,
+        tiles: Tensor,
+        w2: Tensor,
+        w2_scales: Tensor | None,
+        *,
+        tile: int,
+        block_rows: int,
+        stages: int,
+        warps: int,
+        rows: Tensor,
+    ) -> None: ...
+
+    def gemv_up(
+        self, x: Tensor, topk_ids: Tensor, w13: Tensor, w13_scales: Tensor | None, *, block_rows: int, step: int, stages: int, warps: int, act: Tensor
+    ) -> None: ...
+
+    def gemv_down(
+        self,
+        act: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w2: Tensor,
+        w2_scales: Tensor | None,
+        *,
+        scale: float,
+        distinct: bool,
+        block_rows: int,
+        step: int,
+        slots: int,
+        warps: int,
+        out: Tensor,
+        flags: Tensor,
+    ) -> None: ...

@@ -13,9 +13,11 @@ from typing import Any
 from graphmoe.bounds import round_up
 from graphmoe.buckets import BucketLadder
 from graphmoe.errors import ArenaTooLarge, PlanError, SchemaMismatch, UnknownRecipe, UnsupportedShape
+from graphmoe.fallback import fallback
 from graphmoe.formats import Format, get_format
 from graphmoe.paths import PATHS, get_path
 from graphmoe.paths.base import DTYPE_BYTES, BufferSpec, Stage
+from graphmoe.profile import Profile
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 
@@ -173,6 +175,7 @@ def plan(
     recipes: Wish | Mapping[int, Wish] = "auto",
     max_arena_bytes: int | None = None,
     guard_bytes: int = 0,
+    profile: Profile | None = None,
 ) -> Plan:
     """Decide every bucket's path, rows and buffers.
 
@@ -184,9 +187,12 @@ def plan(
         recipes: one recipe or path name for all buckets, `"auto"`, or a mapping from bucket to recipe (buckets it leaves out are auto).
         max_arena_bytes: refuse a larger arena.
         guard_bytes: bytes behind every buffer that nothing may write (for verification).
+        profile: measured recipes for the buckets that are auto; `find_profile` gives the shipped one. Where it does not apply the stated rule does,
+            and says why. Whether this machine is the profile's device is the caller's to know: a plan names no device.
 
     Raises:
-        UnknownRecipe, UnsupportedShape, ArenaTooLarge.
+        UnknownRecipe: a path or option nobody registered, or a profile of another shape or format.
+        UnsupportedShape, ArenaTooLarge.
     """
     ladder = BucketLadder.of(ladder)
     if arch not in _GEMM_OF_ARCH:
@@ -199,7 +205,12 @@ def plan(
         strangers = [bucket for bucket in recipes if bucket not in ladder.sizes]
         raise UnknownRecipe(f"recipes name buckets {strangers} that the ladder {list(ladder.sizes)} lacks")
 
-    planner = _Planner(spec, weight_format, arch, guard_bytes, max_arena_bytes)
+    if profile is not None:
+        if not isinstance(profile, Profile):
+            raise PlanError(f"profile={profile!r} must be a Profile or None; Profile.load(path) reads one")
+        profile.check(spec, weight_format.name)
+
+    planner = _Planner(spec, weight_format, arch, guard_bytes, max_arena_bytes, profile)
     made = planner.plan(ladder, recipes)
     if max_arena_bytes is not None and made.arena_bytes > max_arena_bytes:
         raise planner.too_large(made, recipes, max_arena_bytes)
@@ -215,6 +226,7 @@ class _Planner:
     arch: str
     guard_bytes: int
     max_arena_bytes: int | None
+    profile: Profile | None
 
     def plan(self, ladder: BucketLadder, recipes: Wish | Mapping[int, Wish]) -> Plan:
         """The plan whether it fits `max_arena_bytes` or not."""
@@ -241,13 +253,37 @@ class _Planner:
     def _bucket(self, tokens: int, wish: Wish, static_bytes: int) -> BucketPlan:
         if wish not in ("auto", Recipe("auto")):
             return self._with_recipe(tokens, Recipe.of(wish), "asked for", static_bytes)
-        psum = Recipe("psum", block_e=64)
-        if self.spec.num_experts == self.spec.num_local_experts or self.spec.num_local_experts > 32:
-            return self._with_recipe(tokens, psum, "auto: no profile, psum with block_e 64", static_bytes)
-        masked = self._with_recipe(tokens, Recipe("masked"), "auto: expert-parallel rank of at most 32 experts", static_bytes)
-        if self.max_arena_bytes is None or self._bytes(masked) <= self.max_arena_bytes:
-            return masked
-        return self._with_recipe(tokens, psum, "auto: masked exceeds max_arena_bytes", static_bytes)
+        if self.profile is None:
+            return self._unmeasured(tokens, None, static_bytes)
+        measured = self._measured(tokens, self.profile, static_bytes)
+        return measured if isinstance(measured, BucketPlan) else self._unmeasured(tokens, measured, static_bytes)
+
+    def _measured(self, tokens: int, profile: Profile, static_bytes: int) -> BucketPlan | str:
+        """The profile's choice, or why it does not apply."""
+        choice = profile.choose(tokens)
+        if choice is None:
+            return str(profile.void(tokens))
+        try:
+            bucket = self._with_recipe(tokens, *choice, static_bytes)
+        except PlanError as error:
+            return f"{profile.title} chose {choice[0]}, which cannot run: {error}"
+        return bucket if self._fits(bucket) else f"{profile.title} chose {choice[0]}, which exceeds max_arena_bytes"
+
+    def _unmeasured(self, tokens: int, why: str | None, static_bytes: int) -> BucketPlan:
+        """The stated rule. `why`: what keeps the profile from speaking, if there is one."""
+        because, misfits = f"auto: {why or 'no profile'}", []
+        for recipe, reason in fallback(self.spec, tokens):
+            if get_path(recipe.path).supports(self.spec, self.fmt, self.arch):
+                continue
+            bucket = self._with_recipe(tokens, recipe, f"{because}, {reason}", static_bytes)
+            if self._fits(bucket):
+                return bucket
+            because += f", {recipe.path} exceeds max_arena_bytes"
+            misfits.append(bucket)
+        return min(misfits, key=self._bytes)  # the plan will be refused: by what it misses at least
+
+    def _fits(self, bucket: BucketPlan) -> bool:
+        return self.max_arena_bytes is None or self._bytes(bucket) <= self.max_arena_bytes
 
     def _with_recipe(self, tokens: int, recipe: Recipe, rule: str, static_bytes: int) -> BucketPlan:
         path = get_path(recipe.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,26 @@ class Recipe:
 
     @classmethod
     def of(cls, recipe: Recipe | str) -> Recipe:
-        return recipe if isinstance(recipe, Recipe) else cls(recipe)
+        """A recipe from a recipe or from text, see `parse`."""
+        return recipe if isinstance(recipe, Recipe) else cls.parse(recipe)
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """A recipe from `"compact"`, `"compact:block_e=128"` or `"gathered:tile=32,up_rows=64"`; what `str` makes of one is read too.
+
+        Raises:
+            UnknownRecipe: an option that is not `name=int`, or named twice. Names and values are judged when a plan is made.
+        """
+        if not isinstance(text, str):
+            raise UnknownRecipe(f"{text!r} is no recipe; give a path's name such as 'psum', text such as 'psum:block_e=128', or a Recipe")
+        path, *parts = re.split(r"[\s:,]+", text.strip())
+        options: dict[str, int] = {}
+        for part in parts:
+            name, _, value = part.partition("=")
+            if not name.isidentifier() or not re.fullmatch("-?[0-9]{1,9}", value) or name in ("self", "path", *options):
+                raise UnknownRecipe(f"{part!r} in recipe {text!r} is not one name=int; write path:name=int,name=int, such as 'psum:block_e=128'")
+            options[name] = int(value)
+        return cls(path, **options)
 
     def __str__(self) -> str:
         return self.path + "".join(f" {name}={value}" for name, value in self.options)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+
+_NARROWEST, _WIDEST = 80, 160
+"""Columns of text: the terminal's, within these; the most where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +43,28 @@ class RuntimeReport:
     buckets: tuple[BucketReport, ...]
 
     def __str__(self) -> str:
-        graphs = "graphs emulated" if self.emulated else f"{self.layers * len(self.buckets)} graphs"
+        graphs = "graphs emulated" if self.emulated else _count(self.layers * len(self.buckets), "graph")
         title = (
-            f"{self.layers} layer(s) on {self.device}, {self.fmt}, {self.gemm} GEMM, {graphs}, arena {self.arena_bytes / 2**20:.2f} MiB, "
-            f"{self.capture_allocations} allocations in capture, "
+            f"{_count(self.layers, 'layer')} on {self.device}, {self.fmt}, {self.gemm} GEMM, {graphs}, arena {self.arena_bytes / 2**20:.2f} MiB, "
+            f"{'' if self.emulated else _count(self.capture_allocations, 'allocation') + ' in capture, '}"
             f"built in {self.build_seconds:.2f} s, promise broken: {'yes' if self.promise_broken else 'no'}"
         )
         table = Table(title=title, title_justify="left")
-        for column in ("bucket", "rows bound", "MiB", "kernels", "graph KiB", "capture s"):
-            table.add_column(column, justify="right")
-        table.add_column("recipe")
-        table.add_column("why")
+        for column in ("bucket", "path", "rows bound", "MiB", "kernels", "graph KiB", "capture s"):
+            table.add_column(column, justify="left" if column == "path" else "right")
+        reasons: dict[str, list[str]] = {}
         for bucket in self.buckets:
-            table.add_row(
-                str(bucket.tokens), str(bucket.rows), f"{bucket.bucket_bytes / 2**20:.2f}", str(bucket.kernels),
-                f"{bucket.graph_bytes / 2**10:.0f}", f"{bucket.capture_seconds:.3f}", bucket.recipe, bucket.rule,
-            )  # fmt: skip
-        console = Console(width=160)
+            captured = ("-", "-") if self.emulated else (f"{bucket.graph_bytes / 2**10:.0f}", f"{bucket.capture_seconds:.3f}")
+            path, size = bucket.recipe.split()[0], f"{bucket.bucket_bytes / 2**20:.2f}"
+            table.add_row(str(bucket.tokens), path, str(bucket.rows), size, str(bucket.kernels), *captured)
+            reasons.setdefault(f"{bucket.recipe} ({bucket.rule})", []).append(str(bucket.tokens))
+        console = Console(width=min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns)), markup=False, highlight=False)
         with console.capture() as capture:
             console.print(table)
+            for reason, sizes in reasons.items():
+                console.print(f"bucket{'' if len(sizes) == 1 else 's'} {', '.join(sizes)}: {reason}")
         return capture.get()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

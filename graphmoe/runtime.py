@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from graphmoe.call import check_call, refuse_lent_memory, refuse_shifted_overlap
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.planner import Plan, plan
+from graphmoe.profile import Profile, profile_for
 from graphmoe.recipe import Recipe
 from graphmoe.report import BucketReport, RuntimeReport
 from graphmoe.spec import MoESpec
@@ -45,6 +47,7 @@ class _Core:
         self._last_use = torch.cuda.Event() if built.device.type == "cuda" else None
         self._last_stream: torch.cuda.Stream | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._busy = False
 
     def open(self) -> Built:
         if self.built is None:
@@ -67,8 +70,9 @@ class _Core:
                     f"{tokens} tokens run in {len(chunks)} chunks of the largest bucket {self.plan.ladder.largest}: pass out= for the result"
                 )
             if len(chunks) > 1 and out is not None:
-                refuse_shifted_overlap(x, out)
-            refuse_lent_memory(built.arena, built.buckets[self.plan.ladder.largest], x, topk_ids, topk_weights, out)
+                refuse_shifted_overlap(x, topk_ids, topk_weights, out)
+            largest = built.buckets[self.plan.ladder.largest]
+            refuse_lent_memory(built.arena, largest, x, topk_ids, topk_weights, out, chunked=len(chunks) > 1)
             with self._use() as replays:
                 if out is None:
                     return self._run(built, layer, x, topk_ids, topk_weights, replays)
@@ -95,12 +99,22 @@ class _Core:
         with self._lock:
             if self.built is None:
                 return
+            if self._busy:
+                raise CallError("close() was called from inside a call of the same runtime (a signal handler?); close it when the call is done")
+            if self._last_use is not None and torch.cuda.is_current_stream_capturing():
+                raise CallError("close() waits for the device, which the current stream's capture forbids; close the runtime after the capture")
             built, self.built = self.built, None
             try:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             finally:
                 built.release()
+
+    @contextmanager
+    def opened(self) -> Iterator[Built]:
+        """What runs, which stays open until the block ends."""
+        with self._lock:
+            yield self.open()
 
     def _run(self, built: Built, layer: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, replays: bool) -> Tensor:
         tokens = x.shape[0]
@@ -126,19 +140,23 @@ class _Core:
         Not on the CPU; and not inside somebody else's capture, where the step is only recorded: no event, no copy of the flag.
         """
         flag = self.open().flag
-        if self._last_use is None:
-            yield False
-            self._warn_if(flag.poll())
-            return
-        with _on(self.device):
-            if torch.cuda.is_current_stream_capturing():
+        raised = False
+        self._busy = True
+        try:
+            if self._last_use is None:
                 yield False
-                return
-            raised = False
-            with self._in_order() as stream:
-                yield True
-                raised = flag.poll(stream)
-            self._warn_if(raised)
+                raised = flag.poll()
+            else:
+                with _on(self.device):
+                    if torch.cuda.is_current_stream_capturing():
+                        yield False
+                    else:
+                        with self._in_order() as stream:
+                            yield True
+                            raised = flag.poll(stream)
+        finally:
+            self._busy = False
+        self._warn_if(raised)
 
     @contextmanager
     def _in_order(self) -> Iterator[torch.cuda.Stream | None]:
@@ -212,6 +230,8 @@ class MoERuntime:
         overflow: `"raise"` or `"chunk"`: what a batch beyond the largest bucket does; the ladder's own policy by default.
         max_arena_bytes: refuse a larger arena.
         guard_bytes: bytes behind every buffer that nothing may write (for verification).
+        profile: measured recipes for the buckets that are auto: `"auto"` looks for the shipped profile of this device, shape and format (on the CPU
+            there is none), None uses none, a Profile is used as it is.
         progress: show a progress bar while capturing (only on a terminal).
 
     Raises:
@@ -230,6 +250,7 @@ class MoERuntime:
         overflow: Overflow | None = None,
         max_arena_bytes: int | None = None,
         guard_bytes: int = 0,
+        profile: Profile | Literal["auto"] | None = "auto",
         progress: bool = True,
     ) -> None:
         for name, given in (("weights", [] if weights is None else [weights]), ("layers", [] if layers is None else layers)):
@@ -246,14 +267,17 @@ class MoERuntime:
                 raise WeightsMismatch(f"layers of one runtime share a format; got {all_weights[0].fmt!r} and {one.fmt!r}")
         self.spec = spec
         self.device = resolve_device(all_weights[0].device if device is None else device)
+        fmt = all_weights[0].fmt
+        device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         self.plan: Plan = plan(
             spec,
             BucketLadder.of(buckets, overflow),
-            fmt=all_weights[0].fmt,
+            fmt=fmt,
             arch=arch_of(self.device),
             recipes=path,
             max_arena_bytes=max_arena_bytes,
             guard_bytes=guard_bytes,
+            profile=profile_for(profile, spec, fmt, device_name),
         )
         started = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad(), _on(self.device):
@@ -279,7 +303,7 @@ class MoERuntime:
 
         Returns:
             bf16 `[t, H]`: `out`, or else a view that the next call of any layer or bucket overwrites. A token whose ids break `distinct_topk` is
-            NaN, and a later call warns BrokenPromise (calls that a graph of yours recorded never do: `report` shows it). On a tensor- or
+            NaN, and this or a later call warns BrokenPromise (calls that a graph of yours recorded never do: `report` shows it). On a tensor- or
             expert-parallel rank this is the rank's part of the sum: add up the ranks' outputs.
 
         Raises:
@@ -305,8 +329,10 @@ class MoERuntime:
 
     def report(self) -> RuntimeReport:
         """What was built, per bucket: recipe, row bound, bytes, kernels, capture seconds; and whether a promise was broken. Waits for the device."""
-        built = self._core.open()
-        promise_broken = self._core.read_flag()
+        with self._core.opened() as built:
+            return self._report(built, self._core.read_flag())
+
+    def _report(self, built: Built, promise_broken: bool) -> RuntimeReport:
         buckets = []
         for bucket in self.plan.buckets:
             graphs = [graph for (_, t), graph in built.graphs.items() if t == bucket.tokens]

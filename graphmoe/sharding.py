@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphmoe.errors import WeightsMismatch
-from graphmoe.spec import MoESpec
+from graphmoe.errors import SpecError, WeightsMismatch
+from graphmoe.spec import MoESpec, require_int
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class IntermediateShard:
             WeightsMismatch: `tp` does not divide `I`, `I` is no multiple of the block, or there is no such rank.
         """
         size = spec.intermediate_size
-        if tp < 1 or size % tp or size % block:
-            raise WeightsMismatch(f"tp={tp} must divide intermediate_size={size}, which must be a multiple of {block}")
-        if not 0 <= rank < tp:
-            raise WeightsMismatch(f"tp_rank={rank} is not in [0, {tp})")
+        try:
+            width = spec.shard(tp=tp, block=block).intermediate_size
+            require_int("tp_rank", rank, 0, tp - 1)
+        except SpecError as error:
+            raise WeightsMismatch(str(error)) from error
         own = size // tp
-        covers = [(r * own // block * block, -(-(r + 1) * own // block) * block) for r in range(tp)]
-        width = max(last - first for first, last in covers)
-        return cls(block, min(covers[rank][0], size - width), width, rank * own, (rank + 1) * own)
+        return cls(block, min(rank * own // block * block, size - width), width, rank * own, (rank + 1) * own)
 
     def cut(self, weight: Tensor, scale: Tensor | None, *, dim: int) -> tuple[Tensor, Tensor | None]:
         """The stored part of a weight (and its block scales) along `dim`, a copy in which columns of other ranks are zero."""

@@ -85,8 +85,15 @@ class MoESpec:
         """`A`: assignments of `tokens` tokens that can land on this rank."""
         return tokens * self.max_experts_per_token
 
-    def shard(self, *, tp: int = 1, ep: int = 1, ep_rank: int = 0) -> MoESpec:
+    def shard(self, *, tp: int = 1, ep: int = 1, ep_rank: int = 0, block: int = 1) -> MoESpec:
         """This rank's part under `tp`-way tensor parallelism (splits `I`) and `ep`-way expert parallelism (splits `E`).
+
+        Args:
+            tp: ranks that split the intermediate size; all get the same spec.
+            ep: ranks that split the experts.
+            ep_rank: which of the `ep` ranks this is; it holds experts `[ep_rank * E/ep, (ep_rank + 1) * E/ep)`.
+            block: columns of `I` that share a scale: 128 in block FP8, 64 in bf16. A rank then stores every whole block that its part touches, as
+                `ExpertWeights.shard` and `.load(tp=)` do: 192 of 768 columns are stored as 256. With 1, the default, it is `I / tp`.
 
         Raises:
             SpecError: a size that does not divide, or a rank that does not exist.
@@ -97,12 +104,15 @@ class MoESpec:
         ):
             require_int(name, parts, 1, _MAX_DIM)
             if total % parts:
-                raise SpecError(f"{name}={parts} does not divide {what}={total}")
+                raise SpecError(f"{name}={parts} does not divide {what}={total}; these do: {_divisors(total)}")
         require_int("ep_rank", ep_rank, 0, ep - 1)
+        require_int("block", block, 1, _MAX_DIM)
+        if self.intermediate_size % block:
+            raise SpecError(f"intermediate_size={self.intermediate_size} is not a multiple of block={block}: it cannot be cut along whole blocks")
         local = self.num_local_experts // ep
         return replace(
             self,
-            intermediate_size=self.intermediate_size // tp,
+            intermediate_size=shard_width(self.intermediate_size, tp, block),
             num_local_experts=local,
             expert_offset=self.expert_offset + ep_rank * local,
         )
@@ -112,10 +122,15 @@ class MoESpec:
 
         Args:
             topk_ids: int32 or int64, any shape, numpy or torch; ids in `[0, num_experts)`, anything else is a sentinel.
+
+        Raises:
+            SpecError: no tensor or array, or one of another dtype.
         """
         ids: Any = topk_ids
-        if "uint" in str(getattr(ids, "dtype", "")):
-            raise SpecError(f"topk_ids is {ids.dtype}: sentinels are negative, pass int32 or int64")
+        if not hasattr(ids, "dtype"):
+            raise SpecError(f"topk_ids is a {type(ids).__name__}; pass a torch tensor or numpy array of int32 or int64")
+        if str(ids.dtype).removeprefix("torch.") not in ("int32", "int64"):
+            raise SpecError(f"topk_ids is {ids.dtype}; pass int32 or int64 (sentinels are negative)")
         local = ids - self.expert_offset
         here = (ids >= self.expert_offset) & (ids < self.expert_offset + self.num_local_experts)
         return (local + 1) * here - 1
@@ -125,6 +140,18 @@ def require_int(name: str, value: object, low: int, high: int) -> None:
     """Raise SpecError unless `value` is an int (not a bool) in `[low, high]`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise SpecError(f"{name}={value!r} must be an int in [{low}, {high}]")
+
+
+def shard_width(size: int, parts: int, block: int) -> int:
+    """Columns that each of `parts` ranks stores of `size`, a multiple of both: the most whole blocks of `block` that any rank's part touches."""
+    own = size // parts
+    return max(-(-(rank + 1) * own // block) * block - rank * own // block * block for rank in range(min(parts, block)))  # then it repeats
+
+
+def _divisors(total: int) -> str:
+    """`1, 2, 3, 4, 6, 8, 12, 16, ...`: the first numbers that divide `total`."""
+    all_ = [number for number in range(1, min(total, 1024) + 1) if total % number == 0]
+    return ", ".join(map(str, all_[:8])) + (", ..." if len(all_) > 8 else "")
 
 
 _MODELS: dict[str, MoESpec] = {

@@ -25,13 +25,13 @@ def step(path: BoundPath, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out
     """
     trace = trace_for(x.device)
     with trace("graphmoe.route"):
-        path.route(topk_ids)
+        path.route(topk_ids, x)
     with trace("graphmoe.up"):
-        path.up(x)
+        path.up(x, topk_ids)
     with trace("graphmoe.down"):
         path.down()
     with trace("graphmoe.combine"):
-        path.combine(topk_weights, out)
+        path.combine(topk_ids, topk_weights, out)
 
 
 def trace_for(device: torch.device) -> Range:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, write_tensors
+from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, experts_prefix, write_tensors
+from graphmoe.device import resolve_device
 from graphmoe.errors import WeightsMismatch
 from graphmoe.formats import BLOCK, SCALES_PER_WORD, ScaleFormat, get_format, ue8m0
 from graphmoe.formats.fp8_block import dequantize_weight, holds_nan, quantize_weight
@@ -32,6 +34,7 @@ class ExpertWeights:
         w2: `[E, H, I]`.
         w13_scale_inv: float32 `[E, 2I/128, H/128]`, or None for bf16.
         w2_scale_inv: float32 `[E, H/128, I/128]`, or None for bf16.
+        tp: tensor-parallel ranks for which the intermediate size was cut; 1 is the whole of it.
     """
 
     spec: MoESpec
@@ -40,6 +43,7 @@ class ExpertWeights:
     w2: Tensor = field(repr=False)
     w13_scale_inv: Tensor | None = field(default=None, repr=False)
     w2_scale_inv: Tensor | None = field(default=None, repr=False)
+    tp: int = 1
 
     def __post_init__(self) -> None:
         spec, scaled = self.spec, get_format(self.fmt).scales is not None
@@ -49,8 +53,7 @@ class ExpertWeights:
         for name, shape in (("w13", _w13_shape(spec)), ("w2", _w2_shape(spec))):
             tensor, scale = getattr(self, name), getattr(self, f"{name}_scale_inv")
             _check(name, tensor, shape, (payload,))
-            if not tensor.is_contiguous():
-                raise WeightsMismatch(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+            _check_strides(name, tensor)
             if tensor.device != self.device:
                 raise WeightsMismatch(f"{name} is on {tensor.device}, w13 on {self.device}; move them to one device")
             if scale is not None:
@@ -64,6 +67,7 @@ class ExpertWeights:
             _check(name, scale, (experts, rows, -(-columns // (BLOCK * SCALES_PER_WORD))), (torch.int32,))
             return
         _check(name, scale, (experts, -(-rows // BLOCK), -(-columns // BLOCK)), (torch.float32,))
+        _check_strides(name, scale)
         if scale.is_meta:
             return
         if not bool((scale.isfinite() & (scale >= 0)).all()):
@@ -129,7 +133,7 @@ class ExpertWeights:
             dtypes = f"w13_scale_inv is {w13_scale_inv.dtype}, w2_scale_inv is {w2_scale_inv.dtype}"
             raise WeightsMismatch(f"{dtypes}: two scale formats in one layer; say which with fmt=")
         fmt = fmt or stored[0]
-        if fmt not in ("fp8_block", "ue8m0"):
+        if get_format(fmt).scales is None:
             raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
         get_format(fmt).check(spec)
         scales = [scale.detach().float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
@@ -148,26 +152,31 @@ class ExpertWeights:
         """These weights with power-of-two scales: both pairs, scale and payload, exact for each block's true values.
 
         Works in place, one expert at a time: peak memory is the weights plus one expert's float64 temporaries. Tensors keep their storage, so a
-        runtime that was built on them computes with the new values in its next replay. This object's own label stays what it was: use the one
-        returned.
+        runtime that was built on them before computes with the new weights in its next replay, but goes on quantising activations with float32
+        scales: build a new one on what this returns. This object's own label stays what it was.
+        Interrupted, it may be called again: each expert is old or new as a whole, and requantising a new one changes no value. Only a second
+        interrupt, within the copy of one expert, can break that expert.
 
         Args:
             fmt: `"ue8m0"`. Weights that already are of this format come back as they are.
 
         Raises:
-            WeightsMismatch: a format that these weights cannot be requantised to.
+            WeightsMismatch: a format that these weights cannot be requantised to; bf16 weights are quantised by `from_bf16`. NaN in a payload, or
+                two tensors that share memory: nothing has changed then.
+            UnsupportedShape: an unknown format.
         """
+        get_format(fmt)
         if fmt == self.fmt:
             return self
         if fmt != "ue8m0" or self.w13_scale_inv is None or self.w2_scale_inv is None:
-            raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}; 'fp8_block' can, to 'ue8m0'")
+            from_bf16 = f"ExpertWeights.from_bf16(spec, *weights.dequantize(), fmt={fmt!r})"
+            raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}, only 'fp8_block' to 'ue8m0'; take {from_bf16}")
         self._refuse_packed()
+        self._refuse_shared()
         self._refuse_nan("a block would become NaN as a whole")  # before the first expert is overwritten
         for payload, scale in ((self.w13, self.w13_scale_inv), (self.w2, self.w2_scale_inv)):
             for e in range(self.spec.num_local_experts):
-                new_payload, new_scale = requantize_ue8m0(payload[e], scale[e])
-                payload[e].copy_(new_payload)
-                scale[e].copy_(new_scale)
+                _copy_both(*requantize_ue8m0(payload[e], scale[e]), payload[e], scale[e])
         return replace(self, fmt=fmt)
 
     def prepared(self, arch: str) -> ExpertWeights:
@@ -180,9 +189,14 @@ class ExpertWeights:
         return replace(self, w13_scale_inv=w13_scale, w2_scale_inv=pack_weight_scale(self.w2_scale_inv, self.w2.shape[1]))
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same weights on another device; itself if already there."""
+        """The same weights on another device; itself if already there.
+
+        Raises:
+            InvalidInput: neither a CUDA device that torch sees nor the CPU (nor `"meta"`: shapes alone).
+        """
         mine = self.tensors()
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in mine.items()}
+        where = torch.device("meta") if str(device) == "meta" else resolve_device(device)
+        moved: dict[str, Any] = {name: tensor.to(where) for name, tensor in mine.items()}
         return self if all(moved[name] is tensor for name, tensor in mine.items()) else replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -200,16 +214,25 @@ class ExpertWeights:
                 if holds_nan(expert):
                     raise WeightsMismatch(f"{name} holds NaN, first in expert {e}: {why}")
 
+    def _refuse_shared(self) -> None:
+        """What is written in place must be no part of another tensor."""
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in self.tensors().items())
+        for (_, end, one), (begin, _, other) in pairwise(() if self.w13.is_meta else spans):
+            if begin < end:
+                raise WeightsMismatch(f"{one} and {other} share memory, and both are written in place; pass clones of them")
+
     def _refuse_packed(self) -> None:
         if self._packed:
             raise WeightsMismatch("these weights are packed for sm100; use the ones they were prepared from")
 
     @property
     def device(self) -> torch.device:
+        """Where all of its tensors are."""
         return self.w13.device
 
     @property
     def nbytes(self) -> int:
+        """Bytes of payloads and scales together."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def check_spec(self, spec: MoESpec) -> None:
@@ -217,24 +240,33 @@ class ExpertWeights:
         for name in ("num_local_experts", "expert_offset", "hidden_size", "intermediate_size", "gated", "activation"):
             mine, theirs = getattr(self.spec, name), getattr(spec, name)
             if mine != theirs:
-                raise WeightsMismatch(f"the weights were made for {name}={mine}, the runtime's spec says {theirs}; load them with that spec")
+                remedy = "make the weights for the runtime's spec, or pass weights.spec"
+                if name == "intermediate_size":
+                    remedy = "pass weights.spec: a tensor-parallel shard stores whole blocks, and I is what it stores"
+                raise WeightsMismatch(f"the weights were made for {name}={mine}, the runtime's spec says {theirs}; {remedy}")
 
     def save(self, directory: str | os.PathLike[str], layer: int = 0) -> Path:
         """Write this layer under the per-expert Hugging Face names, one safetensors file a layer, and enter it in the index.
 
         Scales are stored as float32, those of format `ue8m0` as `float8_e8m0fnu`.
-        A file appears under its final name only when it is complete; what the checkpoint held of these experts is replaced.
+        A file appears under its final name only when it is complete; what the checkpoint held of these experts is replaced, by a whole layer also
+        its fused `gate_up_proj` and `down_proj`.
         An expert-parallel rank writes its own experts under their global ids; several ranks may write into one directory at a time.
 
         Returns:
             the file written.
 
         Raises:
-            CheckpointError: a layer that is no int from 0 up, a file that cannot be written, or a checkpoint whose index is broken. A file that it
-                names but that is not here is left to itself, and the index then states no `total_size`. What was there before is unchanged.
-            WeightsMismatch: weights that are packed for sm100.
+            CheckpointError: a layer that is no int from 0 up, a file that cannot be written, a checkpoint whose index is broken, other tensors in the
+                file that this would replace, or fused experts where these are not all. What was there before is unchanged. A file that the index
+                names but that is not here is left to itself, and the index then states no `total_size`.
+            WeightsMismatch: weights that are packed for sm100, or a tensor-parallel shard: a checkpoint holds whole experts.
         """
         self._refuse_packed()
+        if self.tp > 1:
+            raise WeightsMismatch(
+                f"these weights are a shard of tp={self.tp}, whose names in a checkpoint would be those of every rank; save the weights that were cut"
+            )
         spec, tensors = self.spec, {}
         for e in range(spec.num_local_experts):
             for name, part, scale in self._checkpoint_parts(e):
@@ -244,9 +276,14 @@ class ExpertWeights:
                     stored = scale.to(torch.float8_e8m0fnu) if self.fmt == "ue8m0" else scale
                     tensors[key + SCALE_SUFFIX] = stored.contiguous().cpu()
         experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
-        part_name = "" if len(experts) == spec.num_experts else f"-experts-{experts.start:04d}-{experts.stop - 1:04d}"
+        whole = len(experts) == spec.num_experts
+        part_name = "" if whole else f"-experts-{experts.start:04d}-{experts.stop - 1:04d}"
         name = f"model-layer-{layer:05d}{part_name}.safetensors"
-        return write_tensors(directory, name, tensors, replaces=[expert_prefix(layer, e) for e in experts])
+        own = [expert_prefix(layer, e) for e in experts]
+        fused = [experts_prefix(layer) + projection for projection in ("gate_up_proj", "down_proj")]
+        if whole:
+            return write_tensors(directory, name, tensors, replaces=own + fused)
+        return write_tensors(directory, name, tensors, replaces=own, refuses=fused)
 
     @classmethod
     def load(
@@ -269,25 +306,31 @@ class ExpertWeights:
         Args:
             directory: the checkpoint.
             spec: the layer; its experts are this rank's, its intermediate size is the whole model's.
-            layer: which layer.
-            device: where the weights go.
+            layer: the number in the checkpoint's names, `model.layers.{layer}.mlp.experts...`; dense layers count too.
+            device: where the weights go: `"cuda"`, `"cuda:1"`, `"cpu"`.
             tp: tensor-parallel ranks that split the intermediate size.
-            tp_rank: which of them this is. With `tp > 1` use the returned `.spec`: see `shard`.
+            tp_rank: which of them this is. With `tp > 1` build the runtime on the returned `.spec`: see `shard`.
             progress: show a progress bar (only on a terminal).
 
         Raises:
-            CheckpointError: no checkpoint there; a layer that is no int from 0 up; tensors that are missing, extra, misshapen, of another dtype, or
-                scales that are NaN, infinite or negative, all of them named in one error; else weights that are NaN or infinite, likewise.
+            CheckpointError: no checkpoint there; a layer that is no int from 0 up, or has no experts; tensors that are missing, extra, misshapen, of
+                another dtype, or scales that are NaN, infinite or negative, all of them named in one error; else weights that are NaN or infinite,
+                likewise.
             WeightsMismatch: a `tp` that does not divide the intermediate size.
+            InvalidInput: neither a CUDA device that torch sees nor the CPU.
         """
-        fmt, width, tensors = load_experts(directory, spec, layer, device=torch.device(device), tp=tp, tp_rank=tp_rank, progress=progress)
-        return cls(replace(spec, intermediate_size=width), fmt, **tensors)
+        fmt, width, tensors = load_experts(directory, spec, layer, device=resolve_device(device), tp=tp, tp_rank=tp_rank, progress=progress)
+        return cls(replace(spec, intermediate_size=width), fmt, **tensors, tp=tp)
 
     def shard(self, tp: int, tp_rank: int) -> ExpertWeights:
         """Rank `tp_rank`'s part of the intermediate size, a copy; the shards' outputs sum to the whole layer's.
 
         Where `I / tp` is no multiple of the format's block (128, or 64 for bf16), a rank stores the whole blocks that its part touches, with zeros
-        for what it does not own: the returned `.spec` has that larger `intermediate_size`.
+        for what it does not own: the returned `.spec` has that larger `intermediate_size`. Build the runtime on that spec.
+
+        Args:
+            tp: ranks that split the intermediate size.
+            tp_rank: which of them this is.
 
         Raises:
             WeightsMismatch: a `tp` that does not divide the intermediate size, or a rank that does not exist.
@@ -299,10 +342,10 @@ class ExpertWeights:
         w2, w2_scale = cut.cut(self.w2, self.w2_scale_inv, dim=2)
         scales = [scale for _, scale in pairs if scale is not None]
         spec = replace(self.spec, intermediate_size=cut.width)
+        w13 = torch.cat([weight for weight, _ in pairs], dim=1)
         w13_scale = torch.cat(scales, dim=1) if scales else None
-        return ExpertWeights(
-            spec, self.fmt, torch.cat([weight for weight, _ in pairs], dim=1), w2, w13_scale, None if w2_scale is None else w2_scale.contiguous()
-        )
+        w2_scale = None if w2_scale is None else w2_scale.contiguous()
+        return ExpertWeights(spec, self.fmt, w13, w2, w13_scale, w2_scale, self.tp * tp)
 
     @classmethod
     def _from_experts(cls, spec: MoESpec, fmt: str, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
@@ -339,6 +382,22 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torc
         raise WeightsMismatch(f"{name} is {tuple(tensor.shape)}, the spec needs {shape}")
     if tensor.dtype not in dtypes:
         raise WeightsMismatch(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
+
+
+def _check_strides(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise WeightsMismatch(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+
+
+def _copy_both(new_payload: Tensor, new_scale: Tensor, payload: Tensor, scale: Tensor) -> None:
+    """Overwrite a payload and its scales; an interrupt between the two does not tear them apart."""
+    try:
+        payload.copy_(new_payload)
+        scale.copy_(new_scale)
+    except BaseException:
+        payload.copy_(new_payload)
+        scale.copy_(new_scale)
+        raise
 
 
 def _format_of_scale(name: str, scale: Tensor) -> str:

@@ -10,14 +10,24 @@ from torch import Tensor
 
 from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, bounds
 from graphmoe.build import Built
-from graphmoe.reference import ROW_ERROR, moe_layer, row_errors
+from graphmoe.formats import Rounding
+from graphmoe.paths import get_path
+from graphmoe.reference import moe_layer, row_errors, row_limit
 
-RECIPES = (
+GROUPED = (
     Recipe("masked", row_tile=128),
     Recipe("compact", block_e=64),
     Recipe("compact", block_e=128),
     Recipe("psum", block_e=64),
     Recipe("psum", block_e=128),
+)
+"""The same GEMM arithmetic over five layouts: their outputs are equal bit for bit."""
+RECIPES = (
+    *GROUPED,
+    Recipe("gathered", tile=16),
+    Recipe("gathered", tile=32, up_rows=64, up_stages=4, up_warps=8, down_rows=64, down_stages=3),
+    Recipe("direct"),
+    Recipe("direct", down_slots=1, up_stages=3),
 )
 POISONS = (0x7FC00000, -1, 0x7FFFFFFF)
 """32-bit words that fill the scratch: a float32 NaN, 0xFF bytes (NaN in bf16 and e4m3, -1 in int32), and the largest int32."""
@@ -103,13 +113,20 @@ def routings(spec: MoESpec, tokens: int, *, seed: int = 0, device: str = "cpu") 
         yield name, torch.from_numpy(build(spec, np.random.default_rng(seed * 100 + offset), tokens)).to(device)
 
 
-def assert_rows(y: Tensor, want: Tensor, fmt: str, where: str = "") -> float:
-    """Raise with the coordinate of the worst row unless every row is within `ROW_ERROR`; returns the worst error."""
+def rounding_of(recipe: Recipe | str) -> Rounding:
+    recipe = Recipe.of(recipe)
+    path = get_path(recipe.path)
+    return path.rounding(path.options(recipe))
+
+
+def assert_rows(y: Tensor, want: Tensor, fmt: str, where: str = "", *, recipe: Recipe | str = "psum") -> float:
+    """Raise with the coordinate of the worst row unless every row is within the limit of the recipe that made it; returns the worst error."""
+    limit = row_limit(fmt, rounding_of(recipe))
     if y.shape[0] == 0:
         return 0.0
     errors = row_errors(y, want)
     worst = int(errors.argmax())
-    assert float(errors[worst]) <= ROW_ERROR[fmt], f"{where}: row {worst} is off by {float(errors[worst]):.4f} (limit {ROW_ERROR[fmt]})"
+    assert float(errors[worst]) <= limit, f"{where}: row {worst} is off by {float(errors[worst]):.4f} (limit {limit})"
     return float(errors[worst])
 
 
@@ -123,8 +140,9 @@ def poison(runtime: MoERuntime, word: int) -> None:
     built_of(runtime).arena.poison(word)
 
 
-def oracle(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
-    return moe_layer(x, ids, weights, experts)
+def oracle(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, recipe: Recipe | str = "psum") -> Tensor:
+    """float64 `[t, H]`, activations rounded where that recipe's path rounds them."""
+    return moe_layer(x, ids, weights, experts, rounding=rounding_of(recipe))
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -14,8 +14,13 @@ from triton.compiler import ASTSource
 
 from graphmoe.kernels.act import _act_kernel
 from graphmoe.kernels.combine import _combine_kernel
+from graphmoe.kernels.gather_down import _gather_down_kernel
+from graphmoe.kernels.gather_up import _gather_up_kernel
+from graphmoe.kernels.gemv_down import _gemv_down_kernel
+from graphmoe.kernels.gemv_up import _gemv_up_kernel
 from graphmoe.kernels.pack import _pack_kernel
 from graphmoe.kernels.route import _route_kernel
+from graphmoe.kernels.route_tiles import _route_tiles_kernel
 from graphmoe.kernels.scatter import _scatter_kernel
 from graphmoe.kernels.stage import _stage_kernel
 
@@ -34,17 +39,36 @@ def main() -> None:
         compile_kernel(_stage_kernel, pointers, WIDTH=512, TOP_K=9, TOP_K_PADDED=16, COLUMNS=512)
     for kind, distinct in itertools.product(("masked", "compact", "psum"), (True, False)):
         pointers = dict.fromkeys(("topk_ids", "row_of", "groups", "flags"), "*i32")
-        sizes = {"ASSIGNMENTS": 4096, "TOP_K": 8, "EXPERTS": 130, "BINS": 256, "ALIGN": 64, "SEGMENT_ROWS": 8192, "BLOCK": 1024}
-        compile_kernel(_route_kernel, pointers, KIND=kind, DISTINCT=distinct, **sizes)
+        sizes = {"TOP_K": 8, "SLOTS": 8, "EXPERTS": 130, "BINS": 256, "ALIGN": 64, "BLOCK": 1024}
+        compile_kernel(_route_kernel, pointers, KIND=kind, DISTINCT=distinct, PDL=True, **sizes)
     for scales, power_of_two in (("*bf16", False), ("*fp32", False), ("*fp32", True), ("*u8", True)):
         quantise = scales != "*bf16"
         rows = {"rows": "*fp8e4nv" if quantise else "*bf16", "row_of": "*i32", "scales": scales}
-        sizes = {"SEGMENT_ROWS": 8192, "QUANTISE": quantise, "POWER_OF_TWO": power_of_two, "PACKED": scales == "*u8", "GROUP": 128}
+        sizes = {"SEGMENT_ROWS": 8192, "QUANTISE": quantise, "POWER_OF_TWO": power_of_two, "PACKED": scales == "*u8", "GROUP": 128, "PDL": True}
         compile_kernel(_scatter_kernel, {"x": "*bf16", **rows}, COLUMNS=7168, TOP_K=8, GROUPS=8, **sizes)
-        compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, COLUMNS=768, GROUPS=4, **sizes)
+        compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, ASSIGNMENTS=4096, COLUMNS=768, GROUPS=8, PAIRS=16, **sizes)
     pointers = {"rows": "*bf16", "row_of": "*i32", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
-    compile_kernel(_combine_kernel, pointers, COLUMNS=7168, TOP_K=8, BLOCK=1024)
+    compile_kernel(_combine_kernel, pointers, COLUMNS=7168, TOP_K=8, BLOCK=1024, PDL=True)
     compile_kernel(_pack_kernel, {"scales": "*fp32", "out": "*i32"}, COLUMNS=5, WORDS=2, BLOCK=256)
+    for quantise, power_of_two in ((False, False), (True, False), (True, True)):
+        values = "*fp8e4nv" if quantise else "*bf16"
+        pointers = dict.fromkeys(("topk_ids", "row_of", "members", "tiles", "flags"), "*i32") | dict.fromkeys(
+            ("x_scales", "act_scales", "w_scales"), "*fp32"
+        )
+        pointers |= {"w": values, "act": values, "rows": "*bf16", "x": values}
+        sizes = {"TOP_K": 8, "SLOTS": 8, "EXPERTS": 130, "BINS": 256, "TILE": 16, "DISTINCT": True, "BLOCK": 1024}
+        columns = {"COLUMNS": 7168, "POWER_OF_TWO": power_of_two, "CHUNKS": 4, "GROUPS": 16, "GROUP": 128, "PDL": True}
+        compile_kernel(_route_tiles_kernel, pointers | {"x": "*bf16", "x_rows": "*fp8e4nv"}, **sizes, **columns)
+        step = 128 if quantise else 64
+        gemm = {"COLUMNS": 7168, "WIDTH": 768, "TILE": 16, "ROWS": 128, "STEP": step, "GROUP": 128, "STAGES": 3, "QUANTISE": quantise, "PDL": True}
+        weights = pointers | {"w": f"tensordesc<{values[1:]}[128, {step}]>"}
+        compile_kernel(_gather_up_kernel, weights, POWER_OF_TWO=power_of_two, **gemm)
+        compile_kernel(_gather_down_kernel, weights, **gemm)
+        gemv = {"COLUMNS": 7168, "WIDTH": 768, "EXPERTS": 128, "TOP_K": 8, "ROWS": 4, "GROUPS": 8, "GROUP": 128, "QUANTISED": quantise, "PDL": True}
+        direct = pointers | {"x": "*bf16", "act": "*bf16", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
+        compile_kernel(_gemv_up_kernel, direct, STAGES=1, **gemv)
+        for slots in (1, 8):
+            compile_kernel(_gemv_down_kernel, direct, ALL_SLOTS=8, SLOTS=slots, DISTINCT=True, **gemv)
     print("all kernels compile for sm90")
 
 

@@ -97,7 +97,7 @@ def test_what_is_alive_together_keeps_its_bytes(made: Plan) -> None:
 
 
 def test_a_sealed_arena_hands_out_no_view_and_leaves_the_others_alive() -> None:
-    made = plan(MoESpec(8, 2, 256, 128), [4])
+    made = plan(MoESpec(8, 2, 256, 128), [4], recipes="psum")
     arena = Arena(made, CPU)
     views = {buffer.name: arena.view(buffer) for buffer in buffers_of(arena)}
     arena.seal()
@@ -152,7 +152,7 @@ def test_poison_fills_all_scratch_and_no_static_byte(word: int, made: Plan) -> N
     ],
 )
 def test_poison_is_what_it_is_meant_to_be_in_each_dtype(word: int, name: str, holds: Any) -> None:
-    made = plan(MoESpec(8, 2, 256, 128), [4])
+    made = plan(MoESpec(8, 2, 256, 128), [4], recipes="psum")
     arena = Arena(made, CPU)
     arena.poison(word)
     [buffer] = [buffer for buffer in made.buckets[0].buffers if buffer.name == name]
@@ -220,7 +220,7 @@ def test_guards_of_a_bucket_lie_between_its_buffers(made: Plan) -> None:
 
 
 def test_without_guards_nothing_is_written_and_nothing_is_broken() -> None:
-    made = plan(MoESpec(8, 2, 256, 128), [4])
+    made = plan(MoESpec(8, 2, 256, 128), [4], recipes="psum")
     arena = Arena(made, CPU)
     memory = all_bytes(arena).zero_()
     arena.fill_guards(made.buckets[0])

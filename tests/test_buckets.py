@@ -142,6 +142,9 @@ def test_a_preset_needs_a_positive_maximum(max_tokens: int) -> None:
 def test_an_unknown_preset_is_told_the_known_ones() -> None:
     with pytest.raises(SpecError, match=r"'tensorrt'.*vllm, sglang"):
         BucketLadder.preset("tensorrt")
+    for text in ("tensorrt", "1,x", "1 2", ""):
+        with pytest.raises(SpecError, match=f"'{text}' is neither a preset .vllm, sglang. nor batch sizes such as '1,2,4,8'"):
+            BucketLadder.of(text)
 
 
 def test_an_unknown_overflow_policy_is_refused() -> None:

@@ -24,25 +24,40 @@ def memory() -> Tensor:
     return torch.zeros(128, dtype=torch.bfloat16)
 
 
+def overlap(x: Tensor, out: Tensor) -> None:
+    """The check of a chunked call whose ids and router weights lie elsewhere."""
+    refuse_shifted_overlap(x, torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2), out)
+
+
+def test_out_may_not_touch_ids_or_router_weights_of_later_chunks() -> None:
+    memory = torch.zeros(64, dtype=torch.float32)
+    router, x = memory[:6].view(3, 2), torch.zeros(3, 4, dtype=torch.bfloat16)
+    ids, out = memory[6:12].view(torch.int32).view(3, 2), memory.view(torch.bfloat16)
+    for first, name in ((0, "topk_weights"), (13, "topk_ids"), (23, "topk_ids")):
+        with pytest.raises(InvalidInput, match=f"overlaps {name}"):
+            refuse_shifted_overlap(x, ids, router, out[first : first + 12].view(3, 4))
+    refuse_shifted_overlap(x, ids, router, out[24:36].view(3, 4))
+
+
 @pytest.mark.parametrize("stride", [4, 7])
 def test_out_may_start_where_x_ends_and_not_one_element_earlier(memory: Tensor, stride: int) -> None:
     extent = 2 * stride + 4
     x = rows_at(memory, 40, stride)
     for apart in (40 + extent, 40 - extent):
-        refuse_shifted_overlap(x, rows_at(memory, apart, stride))
+        overlap(x, rows_at(memory, apart, stride))
     for overlapping in (40 + extent - 1, 40 - extent + 1, 41, 39):
         with pytest.raises(InvalidInput, match="overlaps x"):
-            refuse_shifted_overlap(x, rows_at(memory, overlapping, stride))
+            overlap(x, rows_at(memory, overlapping, stride))
 
 
 def test_out_may_be_x_in_the_same_strides_alone(memory: Tensor) -> None:
     x = rows_at(memory, 40)
-    refuse_shifted_overlap(x, rows_at(memory, 40))
+    overlap(x, rows_at(memory, 40))
     for stride in (5, 8):
         with pytest.raises(InvalidInput, match="overlaps x"):
-            refuse_shifted_overlap(x, rows_at(memory, 40, stride))
+            overlap(x, rows_at(memory, 40, stride))
         with pytest.raises(InvalidInput, match="overlaps x"):
-            refuse_shifted_overlap(rows_at(memory, 40, stride), x)
+            overlap(rows_at(memory, 40, stride), x)
 
 
 @pytest.mark.parametrize("called_inside", [False, True])

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 import graphmoe
 from graphmoe import BucketLadder, MoESpec, Plan, Recipe, model_names, named_spec, reference
 from graphmoe.cli import app, main
+from graphmoe.cli.options import in_options
+from graphmoe.profile import find_profile
 from graphmoe.weights import ExpertWeights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +110,8 @@ def test_every_model_can_be_planned(model):
         "compact 128": Recipe("compact", block_e=128),
     }.items():
         assert f"{name} {mib(graphmoe.plan(spec, LADDER, recipes=recipe))}" in summary
-    assert f"this plan: {mib(graphmoe.plan(spec, LADDER))} for 3 buckets" in summary
+    chosen = graphmoe.plan(spec, LADDER, profile=find_profile(spec, "fp8_block", "NVIDIA H200"))
+    assert f"this plan: {mib(chosen)} for 3 buckets" in summary
 
 
 def test_the_numbers_of_one_plan():
@@ -130,13 +133,13 @@ def test_the_numbers_of_one_plan():
 
 def test_distinct_experts_need_fewer_blocks_on_a_small_expert_parallel_shard():
     """E = 8, K = 8, T = 64: no expert gets more than 64 rows, so 8 blocks of 128; arbitrary, (512 - 8) // 128 = 3 more."""
-    output = run_plan("--model", "deepseek-v3", "--ep", "32", "--buckets", LADDER)
+    output = run_plan("--model", "deepseek-v3", "--ep", "32", "--buckets", LADDER, "--device", "none")
     assert "E=8 of 256" in output
     assert "largest bucket 64, block_e 128: 8 blocks for distinct experts, 11 for arbitrary ones" in output
     assert table(output, "Row bounds")["64"][2:4] == ["1024", "1408"]
     summary = " ".join(output.split())
     assert re.search(r"masked [\d.]+ MiB, compact 64 [\d.]+ MiB, compact 128 [\d.]+ MiB", summary)
-    assert "auto: expert-parallel rank of at most 32 experts" in summary
+    assert re.search(r"this plan: [\d.]+ MiB for 3 buckets .* bucket(s 1 to \d+| 1): .*\(auto: no profile, ", summary)
     engines = re.search(r"with the looser bounds: compact ([\d.]+) MiB, masked ([\d.]+) MiB", summary)
     ours = {name: graphmoe.plan(named_spec("deepseek-v3").shard(ep=32), LADDER, recipes=name).arena_bytes / 2**20 for name in ("compact", "masked")}
     assert float(engines[1]) > ours["compact"]
@@ -154,16 +157,52 @@ def test_every_option_reaches_the_plan(tmp_path):
     assert "plan written to" in output
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "fmt", "stored", "own"),
+    [
+        ("qwen3-30b-a3b", 4, "fp8", 256, "192 of 768 a rank, stored in whole blocks of 128"),
+        ("glm-4.5-air", 2, "ue8m0", 768, "704 of 1408 a rank, stored in whole blocks of 128"),
+        ("glm-4.5-air", 2, "bf16", 704, ""),
+        ("qwen3-30b-a3b", 2, "fp8_block", 384, ""),
+    ],
+)
+def test_a_tensor_parallel_rank_is_planned_as_its_weights_are_stored(model, tp, fmt, stored, own):
+    output = run_plan("--model", model, "--tp", str(tp), "--format", fmt, "--buckets", "1,8")
+    name = "fp8_block" if fmt == "fp8" else fmt
+    assert f"I={stored}{f' ({own})' if own else ''}, {name}\n" in output
+
+
+def test_options_of_a_path_reach_the_plan():
+    output = run_plan("--buckets", "8", "--path", "compact:block_e=128")
+    assert table(output, "Row bounds")["8"][-1] == "compact block_e=128: 8192"
+
+
+def test_the_help_names_every_choice(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, output, _ = command("plan", "--help")
+    assert code == 0
+    for known in (("--format", "x"), ("--arch", "x"), ("--path", "x"), ("--model", "x")):
+        message = command("plan", *known)[2]
+        names = re.search(r"known: (.*?)(?:, or 'auto')?$", message.strip())[1].split(", ")
+        assert len(names) > 2
+        for name in names:
+            assert re.search(rf"\b{re.escape(name)}\b", output), f"{known[0]} lacks {name}"
+
+
 WRONG_ARGUMENTS = [
     (("--model", "gpt-0"), "SpecError", ("unknown model 'gpt-0'", *model_names())),
     (("--model", "[/]"), "SpecError", ("unknown model '[/]'",)),
-    (("--tp", "5"), "SpecError", ("tp=5 does not divide intermediate_size=768",)),
-    (("--ep", "0"), "SpecError", ("ep=0",)),
-    (("--model", "glm-4.5-air", "--tp", "2"), "UnsupportedShape", ("intermediate_size=704 is not a multiple of 128",)),
+    (("--tp", "5"), "SpecError", ("--tp 5 does not divide intermediate_size=768; these do: 1, 2, 3, 4, 6, 8, 12, 16, ...",)),
+    (("--ep", "3"), "SpecError", ("--ep 3 does not divide num_local_experts=128; these do: 1, 2, 4, 8, 16, 32, 64, 128",)),
+    (("--ep", "0"), "SpecError", ("--ep 0",)),
+    (("--arch", "sm100"), "UnsupportedShape", ("use --format ue8m0",)),
+    (("--path", "psum:block_e=96"), "UnknownRecipe", ("block_e in (64, 128), not 96",)),
+    (("--path", "psum:96"), "UnknownRecipe", ("'96' in recipe 'psum:96'", "psum:block_e=128")),
     (("--path", "fastest"), "UnknownRecipe", ("unknown path 'fastest'", "masked", "compact", "psum")),
     (("--arch", "sm20"), "UnsupportedShape", ("unknown arch 'sm20'",)),
     (("--format", "int3"), "UnsupportedShape", ("unknown format 'int3'",)),
-    (("--max-arena-gib", "0.001"), "ArenaTooLarge", ("bucket 64", "max_arena_bytes is 1.02 MiB")),
+    (("--max-arena-gib", "0.001"), "ArenaTooLarge", ("bucket 64", "--max-arena-gib is 1.02 MiB", "--max-arena-gib must be at least 0.0")),
+    (("--max-arena-gib", "0.02", "--path", "masked"), "ArenaTooLarge", ("pass --path ",)),
     (("--max-arena-gib", "nan"), "PlanError", ("nan",)),
     (("--max-arena-gib", "inf"), "PlanError", ("inf",)),
     (("--max-arena-gib", "-1"), "PlanError", ("-1",)),
@@ -185,8 +224,8 @@ def test_a_wrong_argument_is_one_clean_line(command, arguments, error, parts):
 
 @pytest.mark.parametrize("where", ["absent/plan.json", "."])
 def test_a_plan_that_cannot_be_written_is_one_clean_line(command, where, tmp_path):
-    code, _, stderr = command("plan", "--buckets", "1", "--json", tmp_path / where)
-    assert code == 2
+    code, stdout, stderr = command("plan", "--buckets", "1", "--json", tmp_path / where)
+    assert (code, stdout) == (2, "")
     assert stderr.count("\n") == 1
     assert str(tmp_path / where) in stderr
 
@@ -203,6 +242,35 @@ def test_a_wrong_argument_is_one_clean_line_of_the_real_process(arguments, tmp_p
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.parametrize("module", [True, False])
+def test_the_version_is_printed_and_nothing_else_is_asked_for(command, module):
+    if module:
+        done = subprocess.run([sys.executable, "-m", "graphmoe", "--version"], cwd=ROOT, capture_output=True, text=True, check=False)
+        result = (done.returncode, done.stdout, done.stderr)
+    else:
+        result = command("--version")
+    assert result == (0, f"graphmoe {graphmoe.__version__}\n", "")
+
+
+def test_a_bug_is_a_plain_traceback(monkeypatch):
+    """Typer's own prints the locals of every frame."""
+    monkeypatch.setattr(sys.modules["graphmoe.cli.plan"], "named_spec", lambda name: 1 // 0)
+    monkeypatch.setattr(sys, "argv", ["graphmoe", "plan"])
+    with pytest.raises(ZeroDivisionError):
+        main()
+    assert not app.pretty_exceptions_enable
+
+
+def test_errors_speak_of_options():
+    for message, wanted in {
+        "pass path='psum' (1 MiB), or fmt='bf16'; use device='cpu'": "pass --path psum (1 MiB), or --format bf16; use --device cpu",
+        "raise it: max_arena_bytes must be at least 1073741825": "raise it: --max-arena-gib must be at least 1.001",
+        "tp=5 of spec.shard(tp=, tp_rank=)": "--tp 5 of spec.shard(tp=, tp_rank=)",
+        "unknown path 'psum'": "unknown path 'psum'",
+    }.items():
+        assert in_options(message) == wanted
+
+
 # demo
 
 
@@ -214,7 +282,7 @@ def run_demo(folder: Path, *arguments: str) -> tuple[int, str]:
 
 def test_the_demo_checks_every_bucket_and_keeps_its_checkpoint(tmp_path):
     """Four sequences of 16, 32, 48 and 64 bytes over 2 layers: bucket 4 serves 32 steps, buckets 2 and 1 serve 16 each."""
-    code, output = run_demo(tmp_path, "--buckets", "1,2,4")
+    code, output = run_demo(tmp_path, "--buckets", "1,2,4", "--path", "psum")
     assert code == 0, output
     assert "checkpoint written to" in output
     assert "4 sequences of 16 to 64 bytes" in output
@@ -229,6 +297,9 @@ def test_the_demo_checks_every_bucket_and_keeps_its_checkpoint(tmp_path):
     assert "128 layer steps checked row by row" in output
     assert "every step is within the limit of the dense oracle" in output
 
+    for column in ("rows bound", "witness", "used", "KiB", "kernels", "step us", "call us", "steps", "worst row"):
+        assert re.search(rf"(^|; ){column}: ", output, re.MULTILINE), f"no legend for {column}"
+
     files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     assert len(files) == 4  # two layers, the index and its lock
     code, output = run_demo(tmp_path, "--buckets", "1", "--path", "masked")
@@ -236,6 +307,22 @@ def test_the_demo_checks_every_bucket_and_keeps_its_checkpoint(tmp_path):
     assert "checkpoint found in" in output
     assert table(output, "2 layers")["1"][0] == "masked row_tile=128"
     assert files == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+
+
+@short_demo
+@pytest.mark.parametrize(
+    ("path", "title", "kernels", "rows"),
+    [("gathered:tile=32", "gathered", 4, 16), ("direct", "direct", 2, 16), ("compact:block_e=128", "compact block_e=128", 6, 2048)],
+)
+def test_the_demo_runs_every_path(path, title, kernels, rows, tmp_path):
+    """K = 4 of E = 16, T = 4: 16 assignments; aligned, each opens a block."""
+    code, output = run_demo(tmp_path, "--buckets", "4", "--path", path)
+    assert code == 0, output
+    cells = table(output, "2 layers")["4"]
+    assert cells[:3] == [title, str(rows), str(rows)]
+    assert int(cells[3]) <= rows
+    assert int(cells[5]) == kernels
+    assert "every step is within the limit of the dense oracle" in output
 
 
 def _drop_slot(slot):
@@ -293,7 +380,7 @@ FAULTS = {
 def test_the_demo_fails_when_the_runtime_is_wrong(fault, tmp_path, monkeypatch):
     name, broken = FAULTS[fault]()
     monkeypatch.setattr(reference, name, broken)
-    code, output = run_demo(tmp_path, "--buckets", "1")
+    code, output = run_demo(tmp_path, "--buckets", "1", "--path", "psum")
     assert code == 1
     assert "MISMATCH" in output
     assert "every step is within the limit of the dense oracle" not in output

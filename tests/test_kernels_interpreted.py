@@ -28,6 +28,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from graphmoe import kernels
 from graphmoe.kernels import route as _route_function
+from graphmoe.kernels import route_tiles as _route_tiles_function
 
 route_module = sys.modules[_route_function.__module__]
 
@@ -265,3 +266,113 @@ def test_act_is_within_one_bf16_step_of_its_twin() -> None:
         results.append(rows.float())
     mine, twin = results
     assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-30).all())
+
+
+def tiled(ops: object, ids: Tensor, x: Tensor, spec: MoESpec, tile: int) -> tuple[Tensor, ...]:
+    """`route_tiles` on poisoned buffers: row_of, tiles, members, flags."""
+
+    def poisoned(*shape: int) -> Tensor:
+        return torch.full(shape, 0x7FFFFFFF, dtype=torch.int32)
+
+    tokens = ids.shape[0]
+    most = bounds.compact_blocks(tokens, spec.top_k, spec.num_local_experts, tile, distinct=spec.distinct_topk)
+    row_of, tiles, members, flags = poisoned(tokens, spec.top_k), poisoned(most, 3), poisoned(most, tile), torch.zeros(1, dtype=torch.int32)
+    ops.route_tiles(  # type: ignore[attr-defined]
+        ids, x, experts=spec.num_local_experts, distinct=spec.distinct_topk, row_of=row_of, tiles=tiles, members=members,
+        x_rows=None, x_scales=None, scale_format=None, flags=flags,
+    )  # fmt: skip
+    tiles[tiles[:, 2] == 0] = 0
+    return row_of, tiles, members, flags
+
+
+@few
+@given(routing=small_routings(), broken=st.booleans(), tile=st.sampled_from([16, 32]))
+def test_route_tiles_equals_its_twin_exactly(routing: strategies.Routing, broken: bool, tile: int) -> None:
+    ids, spec = torch.from_numpy(routing.ids).int(), routing.spec
+    if broken:
+        ids[0, -1] = ids[0, 0]
+    x = torch.zeros(routing.tokens or 1, spec.hidden_size, dtype=torch.bfloat16)
+    mine, twin = tiled(kernels, ids, x, spec, tile), tiled(reference, ids, x, spec, tile)
+    for got, want in zip(mine, twin, strict=True):
+        assert torch.equal(got, want)
+    row_of, tiles, members, _ = mine
+    # What the GEMMs rely on: every live assignment is in exactly one tile, of its expert, at its position, as its token.
+    found = {}
+    for number, (expert, first, count) in enumerate(tiles.tolist()):
+        for slot in range(count):
+            found[first + slot] = (expert, int(members[number, slot]))
+    live = {int(row): (int(ids[t, k]), t) for t, line in enumerate(row_of) for k, row in enumerate(line) if row >= 0}
+    assert found == live
+    assert sorted(live) == list(range(len(live)))
+
+
+@pytest.mark.parametrize("block", [16, 1024])
+def test_route_tiles_over_several_chunks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[_route_tiles_function.__module__], "_BLOCK", block)
+    spec = MoESpec(5, 4, 128, 128)
+    ids = torch.stack([torch.roll(torch.arange(5), t)[:4] for t in range(37)]).int()
+    ids[2], ids[9], ids[36, 3] = torch.tensor([5, 0, -1, 6]), torch.tensor([-5, 2**31 - 1, 4, 5]), ids[36, 1]
+    x = torch.zeros(37, 128, dtype=torch.bfloat16)
+    for got, want in zip(tiled(kernels, ids, x, spec, 16), tiled(reference, ids, x, spec, 16), strict=True):
+        assert torch.equal(got, want)
+
+
+def small_experts(spec: MoESpec) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    return tuple(torch.randn(shape, generator=generator).bfloat16() * shape[-1] ** -0.5 for shape in ((e, 2 * i, h), (e, h, i)))  # type: ignore[return-value]
+
+
+def near(mine: Tensor, twin: Tensor, scale: float) -> bool:
+    return bool(((mine.float() - twin.float()).abs() <= 2.0**-6 * twin.float().abs() + 2.0**-7 * scale).all())
+
+
+@pytest.mark.parametrize(("width", "block_rows"), [(128, 128), (192, 128), (192, 64)])
+def test_gathered_gemms_are_near_their_twins(width: int, block_rows: int) -> None:
+    """With a ragged last block of rows; what lies behind the live positions and in dead tiles stays as it was.
+
+    In float32: the interpreter's `dot` takes bf16 for integers.
+    """
+    spec, tokens, tile = MoESpec(4, 2, 192, width), 21, 16
+    w13, w2 = (weight.float() for weight in small_experts(spec))
+    x = torch.randn(tokens, 192, generator=torch.Generator().manual_seed(1))
+    ids = torch.stack([torch.tensor([t % 2, 3 if t % 3 else -1]) for t in range(tokens)]).int()
+    _, tiles, members, _ = tiled(reference, ids, x, spec, tile)
+    launch = {"block_rows": block_rows, "stages": 2, "warps": 4}
+    results = []
+    for ops in (kernels, reference):
+        act, rows = torch.full((tokens * 2 + 1, width), 9.0), torch.full((tokens * 2 + 1, 192), 9.0)
+        ops.gather_up(x, None, tiles, members, w13, None, act=act, act_scales=None, scale_format=None, **launch)
+        ops.gather_down(act, None, tiles, w2, None, tile=tile, rows=rows, **launch)
+        results.append((act, rows))
+    for mine, twin in zip(*results, strict=True):
+        assert near(mine, twin, 1.0)
+        live = int(tiles[:, 2].sum())
+        assert bool((mine[live:] == 9).all())
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+@pytest.mark.parametrize("width", [128, 192])
+def test_gemvs_are_near_their_twins(width: int, slots: int) -> None:
+    spec, tokens = MoESpec(4, 3, 192, width), 3
+    w13, w2 = small_experts(spec)
+    x = torch.randn(tokens, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids = torch.tensor([[0, -1, 3], [4, -1, 2**31 - 1], [2, 2, 1]], dtype=torch.int32)
+    router = torch.tensor([[0.5, torch.nan, 0.25], [torch.nan] * 3, [1.0, 1.0, 1.0]])
+    results = []
+    for ops in (kernels, reference):
+        act, out, flags = torch.full((tokens * 3, width), torch.nan).bfloat16(), torch.full((tokens, 192), 9.0).bfloat16(), torch.zeros(1).int()
+        ops.gemv_up(x, ids, w13, None, block_rows=4, step=128, stages=1, warps=4, act=act)
+        ops.gemv_down(act, ids, router, w2, None, scale=1.5, distinct=True, block_rows=8, step=128, slots=slots, warps=4, out=out, flags=flags)
+        results.append((act, out, flags))
+    (act, out, flags), (act_twin, out_twin, flags_twin) = results
+    assert torch.equal(act.isnan(), act_twin.isnan())
+    assert near(act.nan_to_num(0.0), act_twin.nan_to_num(0.0), 1.0)
+    assert near(out[:2], out_twin[:2], 1.0)
+    assert bool((out[1] == 0).all())
+    assert bool(out[2].isnan().all() and out_twin[2].isnan().all())
+    assert int(flags) == int(flags_twin) == 1
+    kernels.gemv_down(
+        act, ids[:2], router[:2], w2, None, scale=1.0, distinct=True, block_rows=8, step=128, slots=slots, warps=4, out=out[:2], flags=flags
+    )
+    assert int(flags) == 1, "a good call does not lower the flag"

@@ -9,7 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,19 +23,32 @@ from hypothesis import strategies as st
 
 import graphmoe
 from graphmoe import BucketLadder, MoESpec, Plan, Recipe, bounds, named_spec, plan
+from graphmoe import planner as planner_module
 from graphmoe.errors import ArenaTooLarge, PlanError, SchemaMismatch, UnknownRecipe, UnsupportedShape
 from graphmoe.formats import get_format
-from graphmoe.paths import get_path
+from graphmoe.paths import PATHS, get_path
 from graphmoe.paths.base import BufferSpec, Stage
 from graphmoe.planner import PlacedBuffer, place
 from tests import strategies
 
 GROUPED = ("masked", "compact", "psum")
+MASKED, PSUM = Recipe("masked", row_tile=128), Recipe("psum", block_e=64)
+DIRECT = Recipe("direct", up_rows=4, up_step=1024, up_stages=1, up_warps=4, down_rows=8, down_step=256, down_slots=0, down_warps=4)
+
+
+def gathered(tile: int, up_rows: int = 128) -> Recipe:
+    return Recipe("gathered", tile=tile, up_rows=up_rows, up_stages=3, up_warps=4, down_rows=128, down_stages=2, down_warps=4)
+
+
 RECIPES = [
     *(Recipe("masked", row_tile=tile) for tile in (64, 128)),
     *(Recipe(path, block_e=block_e) for path in ("compact", "psum") for block_e in (64, 128)),
+    *(gathered(tile) for tile in (16, 32, 64)),
+    gathered(16, up_rows=64),
+    DIRECT,
 ]
-WISHES = st.sampled_from([*RECIPES, *GROUPED, Recipe("masked"), "auto"])
+"""One of each path and of each option that decides rows or bytes, with every option."""
+WISHES = st.sampled_from([*RECIPES, *PATHS, Recipe("masked"), "auto"])
 SMALL = MoESpec(8, 2, 256, 128)
 EP_RANK = MoESpec(64, 8, 2048, 768, num_local_experts=32)
 
@@ -165,7 +179,12 @@ def test_bytes_beyond_32_bits_are_exact_python_ints() -> None:
 
 
 def _wanted_buffers(spec: MoESpec, fmt: str, tokens: int, recipe: Recipe) -> tuple[int, dict[str, tuple[tuple[int, ...], str]]]:
-    """Rows, and shape and dtype of every scratch buffer, from the words of `RowLayout`."""
+    """Rows, and shape and dtype of every scratch buffer, from the words of `RowLayout` and of the paths without one."""
+    if recipe.path == "direct":
+        rows = tokens * spec.top_k
+        return rows, {"act_rows": ((rows, spec.intermediate_size), "bfloat16")}
+    if recipe.path == "gathered":
+        return _wanted_of_gathered(spec, fmt, tokens, **dict(recipe.options))
     [(_, align)] = recipe.options
     h, i, experts = spec.hidden_size, spec.intermediate_size, spec.num_local_experts
     if recipe.path == "masked":
@@ -187,6 +206,28 @@ def _wanted_buffers(spec: MoESpec, fmt: str, tokens: int, recipe: Recipe) -> tup
     return segments * rows, wanted
 
 
+def _wanted_of_gathered(
+    spec: MoESpec, fmt: str, tokens: int, *, tile: int, up_rows: int, **_: int
+) -> tuple[int, dict[str, tuple[tuple[int, ...], str]]]:
+    """A row an assignment, and a tile for every `tile` positions that an expert begins; x is quantised once a token, and as it is in bf16."""
+    h, i, experts = spec.hidden_size, spec.intermediate_size, spec.num_local_experts
+    rows = tokens * (min(spec.top_k, experts) if spec.distinct_topk else spec.top_k)
+    tiles = bounds.compact_blocks(tokens, spec.top_k, experts, tile, distinct=spec.distinct_topk)
+    activation = {"fp8_block": "float8_e4m3fn", "bf16": "bfloat16"}[fmt]
+    wanted = {
+        "row_of": ((tokens, spec.top_k), "int32"),
+        "tiles": ((tiles, 3), "int32"),
+        "members": ((tiles, tile), "int32"),
+        "act_rows": ((rows, i), activation),
+        "down_rows": ((rows, h), "bfloat16"),
+    }
+    if fmt == "fp8_block":
+        wanted["x_rows"] = ((tokens, h), activation)
+        wanted["x_scales"] = ((tokens, h // 128), "float32")
+        wanted["act_scales"] = ((rows, i // up_rows), "float32")
+    return rows, wanted
+
+
 @given(arguments=strategies.plan_arguments(st.sampled_from(RECIPES)))
 def test_a_bucket_has_the_rows_of_the_bounds_and_the_buffers_of_its_layout(arguments: dict[str, Any]) -> None:
     made = plan(**arguments)
@@ -196,28 +237,74 @@ def test_a_bucket_has_the_rows_of_the_bounds_and_the_buffers_of_its_layout(argum
         assert {buffer.name: (buffer.shape, buffer.dtype) for buffer in bucket.buffers} == wanted
 
 
+def test_the_bytes_of_the_paths_without_padding_rows_by_hand() -> None:
+    """T = 16, K = 2, E = 8: 32 assignments, at most 16 of an expert, so none needs a second tile of 16."""
+    for fmt, act_bytes, scales in (("fp8_block", 1, {"x_rows": 16 * 256, "x_scales": 16 * 2 * 4, "act_scales": 32 * 2 * 4}), ("bf16", 2, {})):
+        [bucket] = plan(SMALL, [16], fmt=fmt, recipes=gathered(16, up_rows=64)).buckets
+        assert (bucket.rows, {buffer.name: buffer.nbytes for buffer in bucket.buffers}) == (
+            32,
+            {
+                "row_of": 16 * 2 * 4,
+                "tiles": 8 * 3 * 4,
+                "members": 8 * 16 * 4,
+                "act_rows": 32 * 128 * act_bytes,
+                "down_rows": 32 * 256 * 2,
+                **scales,
+            },
+        )
+        [bucket] = plan(SMALL, [16], fmt=fmt, recipes="direct").buckets
+        assert (bucket.rows, {buffer.name: buffer.nbytes for buffer in bucket.buffers}) == (32, {"act_rows": 32 * 128 * 2})
+
+
+class _Name(str):
+    """Stands for a tensor: its views are itself, its address is 0."""
+
+    def __getitem__(self, _: object) -> _Name:  # type: ignore[override]
+        return self
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+_STAGE_OF = {
+    "route": Stage.ROUTE,
+    "route_tiles": Stage.ROUTE,
+    "scatter": Stage.SCATTER,
+    "act": Stage.ACT,
+    "gather_up": Stage.UP,
+    "gather_down": Stage.DOWN,
+    "gemv_up": Stage.UP,
+    "gemv_down": Stage.COMBINE,
+    "combine": Stage.COMBINE,
+}
+
+
 @pytest.mark.parametrize("fmt", ["fp8_block", "bf16"])
-@pytest.mark.parametrize("path", GROUPED)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: str) -> None:
     """Too short a lifetime lets another buffer overwrite it. The path is bound to names in place of tensors, and its launches are recorded."""
     bucket = plan(SMALL, [16], fmt=fmt, recipes=path).buckets[0]
-    launches: list[set[str]] = []
+    launches: list[tuple[Stage, set[str]]] = []
 
-    def record(*arguments: object, **named: object) -> None:
-        launches.append({value for value in (*arguments, *named.values()) if isinstance(value, str)})
+    def record(stage: Stage) -> Callable[..., None]:
+        return lambda *arguments, **named: launches.append((stage, {value for value in (*arguments, *named.values()) if isinstance(value, str)}))
 
-    ops = SimpleNamespace(route=record, scatter=record, act=record, combine=record)
-    weights = SimpleNamespace(w13="w13", w13_scale_inv=None, w2="w2", w2_scale_inv=None)
-    names = {buffer.name: buffer.name for buffer in bucket.buffers} | {"flags": "flags"}
-    bound = get_path(path).bind(SMALL, get_format(fmt), 16, bucket.options, names, weights, ops, record)
-    bound.route("topk_ids")
-    bound.up("x")
+    def gemm(*arguments: object) -> None:
+        record(Stage.UP if "w13" in arguments else Stage.DOWN)(*arguments)
+
+    ops: Any = SimpleNamespace(**{name: record(stage) for name, stage in _STAGE_OF.items()})
+    weights: Any = SimpleNamespace(w13=_Name("w13"), w13_scale_inv=None, w2=_Name("w2"), w2_scale_inv=None)
+    names: Any = {buffer.name: _Name(buffer.name) for buffer in bucket.buffers} | {"flags": _Name("flags")}
+    bound = get_path(path).bind(SMALL, get_format(fmt), 16, bucket.options, names, weights, ops, gemm)  # type: ignore[arg-type]
+    bound.route(_Name("topk_ids"), _Name("x"))  # type: ignore[arg-type]
+    bound.up(_Name("x"), _Name("topk_ids"))  # type: ignore[arg-type]
     bound.down()
-    bound.combine("topk_weights", "y")
+    bound.combine(_Name("topk_ids"), _Name("topk_weights"), _Name("y"))  # type: ignore[arg-type]
 
-    assert len(launches) == bound.launches == 6
+    assert len(launches) == bound.launches
+    assert [stage for stage, _ in launches] == sorted(stage for stage, _ in launches)
     for buffer in bucket.buffers:
-        uses = [Stage.ROUTE + n for n, touched in enumerate(launches) if buffer.name in touched]
+        uses = [stage for stage, touched in launches if buffer.name in touched]
         assert (buffer.first, buffer.last) == (min(uses), max(uses)), buffer.name
 
 
@@ -236,6 +323,9 @@ def test_every_bucket_is_planned_once_in_order_and_found_by_its_batches(argument
         ("compact", Recipe("compact", block_e=64)),
         ("psum", Recipe("psum", block_e=64)),
         (Recipe("psum"), Recipe("psum", block_e=64)),
+        ("gathered", gathered(16)),
+        (Recipe("gathered", tile=64, up_rows=64), gathered(64, up_rows=64)),
+        ("direct", DIRECT),
         *((recipe, recipe) for recipe in RECIPES),
     ],
     ids=str,
@@ -248,22 +338,65 @@ def test_a_wish_is_planned_with_its_options_filled_in(wish: Recipe | str, recipe
 
 
 def test_a_mapping_gives_each_bucket_its_recipe_and_leaves_the_others_to_auto() -> None:
-    made = plan(SMALL, [1, 2, 4, 8], recipes={2: "masked", 8: Recipe("compact", block_e=128), 4: "auto"})
-    auto = Recipe("psum", block_e=64)
-    assert [bucket.recipe for bucket in made.buckets] == [auto, Recipe("masked", row_tile=128), auto, Recipe("compact", block_e=128)]
-    assert [bucket.rule == "asked for" for bucket in made.buckets] == [False, True, False, True]
+    made = plan(SMALL, [1, 2, 4, 8, 16], recipes={2: "masked", 8: Recipe("compact", block_e=128), 4: "auto"})
+    assert [bucket.recipe for bucket in made.buckets] == [
+        DIRECT,
+        Recipe("masked", row_tile=128),
+        DIRECT,
+        Recipe("compact", block_e=128),
+        gathered(16),
+    ]
+    assert [bucket.rule == "asked for" for bucket in made.buckets] == [False, True, False, True, False]
 
 
 # --- the rule of auto
 
 
 @pytest.mark.parametrize(
+    ("tokens", "whole", "rank"),
+    [
+        (1, (DIRECT, "at most 4 tokens"), (gathered(16), "0.125 rows an expert, at most 12")),
+        (4, (DIRECT, "at most 4 tokens"), (gathered(16), "0.5 rows an expert, at most 12")),
+        (5, *[(gathered(16), "0.625 rows an expert, at most 12")] * 2),
+        (96, *[(gathered(16), "12 rows an expert, at most 12")] * 2),
+        (97, *[(gathered(32), "12.1 rows an expert, at most 32")] * 2),
+        (256, *[(gathered(32), "32 rows an expert, at most 32")] * 2),
+        (257, (PSUM, "psum with block_e 64"), (MASKED, "expert-parallel rank of at most 32 experts")),
+        (4096, (PSUM, "psum with block_e 64"), (MASKED, "expert-parallel rank of at most 32 experts")),
+    ],
+)
+@pytest.mark.parametrize(("fmt", "arch"), [("fp8_block", "sm90"), ("ue8m0", "sm90"), ("bf16", "sm90"), ("fp8_block", "cpu")])
+def test_auto_goes_by_tokens_and_by_the_rows_that_an_expert_gets_on_average(
+    tokens: int, whole: tuple[Recipe, str], rank: tuple[Recipe, str], fmt: str, arch: str
+) -> None:
+    """K = 8 of 64 experts: T / 8 rows. A rank of an expert-parallel group counts the whole model's experts, and has no direct path."""
+    for spec, (recipe, reason) in ((replace(EP_RANK, num_local_experts=64), whole), (EP_RANK, rank)):
+        [bucket] = plan(spec, [tokens], fmt=fmt, arch=arch).buckets
+        assert (bucket.recipe, bucket.rule) == (recipe, f"auto: no profile, {reason}")
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 96, 256, 4096])
+@pytest.mark.parametrize("fmt", ["ue8m0", "bf16"])
+def test_auto_on_blackwell_is_what_deep_gemm_runs_there(tokens: int, fmt: str) -> None:
+    for spec, recipe, reason in (
+        (replace(EP_RANK, num_local_experts=64), PSUM, "psum with block_e 64"),
+        (replace(EP_RANK, num_local_experts=33), PSUM, "psum with block_e 64"),
+        (EP_RANK, MASKED, "expert-parallel rank of at most 32 experts"),
+    ):
+        [bucket] = plan(spec, [tokens], fmt=fmt, arch="sm100").buckets
+        assert (bucket.recipe, bucket.rule) == (recipe, f"auto: no profile, {reason}")
+    for path in ("gathered", "direct"):
+        with pytest.raises(UnsupportedShape, match=rf"path '{path}'.*sm100; use psum or masked"):
+            plan(EP_RANK, [tokens], fmt=fmt, arch="sm100", recipes=path)
+
+
+@pytest.mark.parametrize(
     ("experts", "local", "path"),
     [(64, 32, "masked"), (33, 32, "masked"), (2, 1, "masked"), (66, 33, "psum"), (32, 32, "psum"), (8, 8, "psum"), (128, 128, "psum")],
 )
-def test_auto_is_masked_on_an_expert_parallel_rank_of_at_most_32_experts(experts: int, local: int, path: str) -> None:
-    [bucket] = plan(MoESpec(experts, 1, 256, 256, num_local_experts=local), [64]).buckets
-    assert bucket.recipe == (Recipe("masked", row_tile=128) if path == "masked" else Recipe("psum", block_e=64))
+def test_auto_of_many_rows_is_masked_on_an_expert_parallel_rank_of_at_most_32_experts(experts: int, local: int, path: str) -> None:
+    [bucket] = plan(MoESpec(experts, 1, 256, 256, num_local_experts=local), [32 * experts + 1]).buckets
+    assert bucket.recipe == (MASKED if path == "masked" else PSUM)
     assert bucket.rule.startswith("auto: ")
     assert ("expert-parallel" in bucket.rule) == (path == "masked")
     assert ("psum" in bucket.rule) == (path == "psum")
@@ -273,17 +406,45 @@ def test_auto_falls_back_to_psum_by_the_byte() -> None:
     masked_bytes = plan(EP_RANK, [512], recipes="masked").arena_bytes
     [fits] = plan(EP_RANK, [512], max_arena_bytes=masked_bytes).buckets
     [falls_back] = plan(EP_RANK, [512], max_arena_bytes=masked_bytes - 1).buckets
-    assert fits.recipe == Recipe("masked", row_tile=128)
-    assert falls_back.recipe == Recipe("psum", block_e=64)
-    assert "exceeds max_arena_bytes" in falls_back.rule
+    assert fits.recipe == MASKED
+    assert falls_back.recipe == PSUM
+    assert falls_back.rule == "auto: no profile, masked exceeds max_arena_bytes, psum with block_e 64"
     assert fits.rule != falls_back.rule
 
 
 def test_auto_decides_per_bucket() -> None:
-    large_bytes = plan(EP_RANK, [8, 512], recipes={8: "psum", 512: "masked"}).arena_bytes
-    small, large = plan(EP_RANK, [8, 512], max_arena_bytes=large_bytes - 1).buckets
-    assert small.recipe == Recipe("masked", row_tile=128)
-    assert large.recipe == Recipe("psum", block_e=64)
+    large_bytes = plan(EP_RANK, [8, 264, 512], recipes={8: "gathered", 264: "psum", 512: "masked"}).arena_bytes
+    least, small, large = plan(EP_RANK, [8, 264, 512], max_arena_bytes=large_bytes - 1).buckets
+    assert least.recipe == gathered(16)
+    assert small.recipe == MASKED
+    assert large.recipe == PSUM
+
+
+@given(wishes=st.lists(st.sampled_from(RECIPES), min_size=1, max_size=4, unique=True), share=st.floats(0.0, 1.1))
+def test_auto_takes_the_first_of_its_candidates_that_fits_and_names_those_before_it(wishes: list[Recipe], share: float) -> None:
+    """For any candidates in any order; if none fits, the refusal asks for the memory of the smallest."""
+    needs = [plan(EP_RANK, [64], recipes=wish).arena_bytes for wish in wishes]
+    limit = int(max(needs) * share)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_module, "fallback", lambda spec, tokens: ((wish, f"as number {n}") for n, wish in enumerate(wishes)))
+        first = next((n for n, need in enumerate(needs) if need <= limit), None)
+        if first is None:
+            with pytest.raises(ArenaTooLarge, match=rf"max_arena_bytes must be at least {min(needs)}$"):
+                plan(EP_RANK, [64], max_arena_bytes=limit)
+            return
+        [bucket] = plan(EP_RANK, [64], max_arena_bytes=limit).buckets
+    assert bucket.recipe == wishes[first]
+    misfits = [f"{wish.path} exceeds max_arena_bytes" for wish in wishes[:first]]
+    assert bucket.rule == "auto: " + ", ".join(["no profile", *misfits, f"as number {first}"])
+
+
+def test_a_refusal_of_auto_asks_for_no_more_than_auto_needs() -> None:
+    """Not for what the last candidate, psum, would need."""
+    need = plan(EP_RANK, [64]).arena_bytes
+    assert need < plan(EP_RANK, [64], recipes="psum").arena_bytes
+    with pytest.raises(ArenaTooLarge, match=rf"bucket 64 needs .* in path 'gathered'.*max_arena_bytes must be at least {need}$"):
+        plan(EP_RANK, [64], max_arena_bytes=need - 1)
+    assert plan(EP_RANK, [64], max_arena_bytes=need).buckets[0].recipe == gathered(16)
 
 
 # --- JSON and fingerprint
@@ -317,7 +478,7 @@ def test_equal_arguments_give_equal_plans(arguments: dict[str, Any]) -> None:
     assert one.fingerprint == other.fingerprint
 
 
-_BASE = {"spec": MoESpec(16, 2, 256, 128, num_local_experts=8), "ladder": [4, 8], "fmt": "fp8_block", "arch": "sm90", "recipes": "auto"}
+_BASE = {"spec": MoESpec(16, 2, 256, 128, num_local_experts=8), "ladder": [4, 264], "fmt": "fp8_block", "arch": "sm90", "recipes": "auto"}
 
 
 def _spec(**changed: Any) -> MoESpec:
@@ -341,17 +502,20 @@ CHANGES = [
     {"spec": _spec(expert_offset=8)},
     {"spec": _spec(routed_scaling_factor=2.5)},
     {"spec": _spec(distinct_topk=False)},
-    {"ladder": [4, 9]},
-    {"ladder": [8]},
-    {"ladder": BucketLadder([4, 8], "chunk")},
+    {"ladder": [4, 265]},
+    {"ladder": [264]},
+    {"ladder": BucketLadder([4, 264], "chunk")},
     {"fmt": "bf16"},
     {"arch": "cpu"},
     {"recipes": "masked"},
     {"recipes": "psum"},
     {"recipes": "compact"},
     {"recipes": Recipe("psum", block_e=128)},
+    {"recipes": "gathered"},
+    {"recipes": "direct"},
+    {"recipes": {4: "gathered"}},
     {"recipes": {4: "psum"}},
-    {"recipes": {8: "psum"}},
+    {"recipes": {264: "psum"}},
     {"guard_bytes": 1},
     {"guard_bytes": 256},
 ]
@@ -360,6 +524,7 @@ CHANGES = [
 def test_any_changed_argument_changes_the_fingerprint() -> None:
     """All pairs: `auto` that chooses masked is told from masked that was asked for by its rule."""
     falls_back = {"max_arena_bytes": plan(**{**_BASE, "recipes": "masked"}).arena_bytes - 1}
+    assert [bucket.recipe.path for bucket in plan(**_BASE).buckets] == ["gathered", "masked"]
     changes = [*CHANGES, falls_back]
     fingerprints = [plan(**{**_BASE, **change}).fingerprint for change in changes]
     same = [(a, b) for (a, one), (b, other) in combinations(zip(changes, fingerprints, strict=True), 2) if one == other]
@@ -616,14 +781,14 @@ def test_sizes_that_a_format_cannot_store_are_refused_by_number(fmt: str, diviso
     [("fp8_block", 128, value) for value in (32, 100, 192, 704, 1000)] + [("bf16", 64, value) for value in (32, 100, 1000)],
 )
 def test_the_way_out_of_such_a_size_works(fmt: str, divisor: int, value: int) -> None:
-    """Every other number in the message is a size to use instead; bf16 is named only to those whom it helps."""
+    """The shard that the message names runs; bf16 is named only to those whom it helps, and no other size of H is."""
     with pytest.raises(UnsupportedShape) as refused:
         plan(MoESpec(8, 2, 256, value), [1], fmt=fmt)
     message = str(refused.value)
-    proposed = {int(number) for number in re.findall(r"\b\d+\b", message)} - {value, divisor}
-    assert value < 2 * divisor or value // divisor * divisor in proposed
-    for other in proposed:
-        assert plan(MoESpec(8, 2, 256, other), [1], fmt=fmt)
+    assert f"take spec.shard(tp=..., block={divisor}) of the whole layer" in message
+    assert plan(MoESpec(8, 2, 256, value * divisor).shard(tp=divisor, block=divisor), [1], fmt=fmt)
+    with pytest.raises(UnsupportedShape, match="no shard changes it"):
+        plan(MoESpec(8, 2, value, 256), [1], fmt=fmt)
     assert ("fmt='bf16'" in message) == (fmt != "bf16" and value % 64 == 0), message
 
 
@@ -652,7 +817,7 @@ def test_arguments_that_no_plan_can_have_are_refused_by_name(wrong: dict[str, An
 # --- purity
 
 
-_PURE = ("errors", "spec", "bounds", "buckets", "recipe", "layout", "formats", "paths", "planner")
+_PURE = ("errors", "spec", "bounds", "buckets", "recipe", "fallback", "layout", "formats", "paths", "profile", "planner")
 
 _WITHOUT_TORCH = f"""
 import importlib, sys, types
@@ -714,6 +879,6 @@ def test_gemms_are_told_the_rows_that_an_expert_of_the_whole_model_gets_on_avera
         buffers = {buffer.name: None for buffer in grouped.buffers(spec, get_format("fp8_block"), tokens, options)}
         ops: Any = SimpleNamespace(scatter=ignore, act=ignore)
         bound = grouped.bind(spec, get_format("fp8_block"), tokens, options, buffers, weights, ops, gemm)  # type: ignore[arg-type]
-        bound.up(None)  # type: ignore[arg-type]
+        bound.up(None, None)  # type: ignore[arg-type]
         bound.down()
     assert told == [expected] * 6

@@ -32,6 +32,7 @@ from graphmoe.errors import (
     UnsupportedShape,
     WeightsMismatch,
 )
+from graphmoe.paths import PATHS
 from tests.checks import assert_rows, bits, built_of, oracle, poison, random_inputs, random_weights, routings
 
 SPEC = MoESpec(6, 3, 256, 128, routed_scaling_factor=1.5)
@@ -100,8 +101,9 @@ def test_lent_inputs_and_replay_equal_a_call(runtime: MoERuntime) -> None:
         runtime.replay(16)
 
 
-def test_a_replay_before_any_input_is_written_touches_no_expert(weights: ExpertWeights) -> None:
-    with MoERuntime(SPEC, weights, buckets=[4], device="cpu") as fresh:
+@pytest.mark.parametrize("path", PATHS)
+def test_a_replay_before_any_input_is_written_touches_no_expert(path: str, weights: ExpertWeights) -> None:
+    with MoERuntime(SPEC, weights, buckets=[4], device="cpu", path=path) as fresh:
         assert bool((fresh.replay(4) == 0).all())
 
 
@@ -138,33 +140,38 @@ def test_a_token_has_the_same_bits_in_one_bucket_whatever_its_company(runtime: M
     assert torch.equal(bits(runtime(x, ids, router)), want)
 
 
-def test_several_layers_share_one_arena(weights: ExpertWeights) -> None:
+@pytest.mark.parametrize("path", ["psum", "gathered", "direct"])
+def test_several_layers_share_one_arena(path: str, weights: ExpertWeights) -> None:
     other = random_weights(SPEC, "fp8_block", seed=1)
-    with MoERuntime(SPEC, layers=[weights, other], buckets=[1, 4], device="cpu") as both, MoERuntime(SPEC, weights, buckets=[1, 4]) as one:
+    with (
+        MoERuntime(SPEC, layers=[weights, other], buckets=[1, 4], device="cpu", path=path) as both,
+        MoERuntime(SPEC, weights, buckets=[1, 4], path=path) as one,
+    ):
         assert both.report().arena_bytes == one.report().arena_bytes == both.plan.arena_bytes
         data = batch(3)
         for index, mine in enumerate((weights, other)):
-            assert_rows(both.layers[index](*data), oracle(*data, mine), "fp8_block")
+            assert_rows(both.layers[index](*data), oracle(*data, mine, path), "fp8_block", recipe=path)
         with pytest.raises(CallError, match=r"rt\.layers\[i\]"):
             both(*data)
         with pytest.raises(CallError, match=r"rt\.layers\[i\]"):
             both.replay(1)
         both.layers[1](*data)
-        assert_rows(both.layers[0].replay(4)[:3], oracle(*data, weights), "fp8_block")
+        assert_rows(both.layers[0].replay(4)[:3], oracle(*data, weights, path), "fp8_block", recipe=path)
 
 
-def test_in_place_updates_of_weights_show_in_the_next_call(weights: ExpertWeights) -> None:
+@pytest.mark.parametrize("path", ["psum", "gathered", "direct"])
+def test_in_place_updates_of_weights_show_in_the_next_call(path: str) -> None:
     mine, other = random_weights(SPEC, "fp8_block"), random_weights(SPEC, "fp8_block", seed=9)
     data = batch(4)
-    with MoERuntime(SPEC, mine, buckets=[4], device="cpu") as made:
+    with MoERuntime(SPEC, mine, buckets=[4], device="cpu", path=path) as made:
         made(*data)
         for name, tensor in mine.tensors().items():
             tensor.copy_(other.tensors()[name])
-        assert_rows(made(*data), oracle(*data, other), "fp8_block")
+        assert_rows(made(*data), oracle(*data, other, path), "fp8_block", recipe=path)
 
 
 def test_chunks_of_the_largest_bucket(weights: ExpertWeights) -> None:
-    with MoERuntime(SPEC, weights, buckets=[1, 4], overflow="chunk", device="cpu") as chunked:
+    with MoERuntime(SPEC, weights, buckets=[1, 4], overflow="chunk", device="cpu", path="psum") as chunked:
         data = batch(11)
         with pytest.raises(InvalidInput, match=r"11 tokens run in 3 chunks.*out="):
             chunked(*data)
@@ -237,6 +244,76 @@ def test_views_of_lent_buffers_are_refused_unless_they_are_the_buffer(runtime: M
     y[4:7] = x
     assert torch.equal(bits(runtime(y[4:7], ids, router)), want), "any rows of the last y may be the next x"
     assert torch.equal(bits(runtime(x, ids, router, out=inputs.x[:3])), want), "out may be the next static input"
+
+
+def test_a_chunked_call_refuses_every_view_of_the_runtimes_buffers(weights: ExpertWeights) -> None:
+    """Later chunks would read what earlier ones overwrote: the last y, the static inputs."""
+    with MoERuntime(SPEC, weights, buckets=[1, 4], overflow="chunk", device="cpu") as chunked:
+        x, ids, router = batch(11)
+        out = torch.empty_like(x)
+        want = bits(chunked(x, ids, router, out=out)).clone()
+        y, inputs = chunked(*batch(4)), chunked.inputs(4)
+        for bad in (
+            (y[:1].expand(11, -1), ids, router),
+            (inputs.x[:1].expand(11, -1), ids, router),
+            (x, inputs.topk_ids[:1].expand(11, -1), router),
+            (x, ids, inputs.topk_weights[:1].expand(11, -1)),
+        ):
+            with pytest.raises(InvalidInput, match="own buffers"):
+                chunked(*bad, out=out)
+        assert torch.equal(bits(chunked(x, ids, router, out=out)), want)
+
+
+def test_a_close_that_comes_during_a_use_is_an_error_of_ours(runtime: MoERuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a call (a signal handler) it is refused; from another thread it waits for a report to finish."""
+    data = batch(3)
+    want = bits(runtime(*data)).clone()
+    core, original = runtime._core, runtime._core._replay
+    refused = []
+
+    def interrupted(*arguments: object) -> Tensor:
+        with pytest.raises(CallError, match="inside a call"):
+            runtime.close()
+        refused.append(True)
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(core, "_replay", interrupted)
+    assert torch.equal(bits(runtime(*data)), want)
+    assert refused == [True]
+    monkeypatch.undo()
+    closer = threading.Thread(target=runtime.close)
+
+    def read_while_closing() -> bool:
+        closer.start()
+        closer.join(0.2)
+        assert closer.is_alive(), "close waits for the report"
+        return False
+
+    monkeypatch.setattr(core, "read_flag", read_while_closing)
+    assert len(runtime.report().buckets) == 4
+    closer.join()
+    with pytest.raises(RuntimeClosed):
+        runtime(*data)
+
+
+def test_a_build_that_fails_while_it_allocates_keeps_no_arena(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref] = []
+    arena = build_module.Arena
+
+    def remembered(*arguments: object) -> object:
+        made = arena(*arguments)  # type: ignore[arg-type]
+        kept.append(weakref.ref(made))
+        return made
+
+    def fail(*_: object) -> None:
+        raise MemoryError("pinned memory")
+
+    monkeypatch.setattr(build_module, "Arena", remembered)
+    monkeypatch.setattr(build_module, "StickyFlag", fail)
+    try:
+        MoERuntime(SPEC, weights, buckets=[4], device="cpu")
+    except MemoryError:
+        assert kept[0]() is None
 
 
 def test_an_out_that_cannot_hold_the_rows_is_refused_before_anything_runs(runtime: MoERuntime) -> None:
@@ -338,11 +415,13 @@ def test_what_cannot_be_built_says_why(weights: ExpertWeights) -> None:
 
 def test_a_recipe_a_bucket(weights: ExpertWeights) -> None:
     recipes = {1: Recipe("compact", block_e=64), 4: Recipe("masked", row_tile=64)}
-    with MoERuntime(SPEC, weights, buckets=[1, 4, 8], path=recipes, device="cpu") as mixed:
-        assert [bucket.recipe for bucket in mixed.plan.buckets] == [*recipes.values(), Recipe("psum", block_e=64)]
-        for tokens in (1, 3, 8):
+    with MoERuntime(SPEC, weights, buckets=[1, 4, 8, 16], path=recipes | {16: "direct"}, device="cpu") as mixed:
+        compact, masked, auto, direct = (bucket.recipe for bucket in mixed.plan.buckets)
+        assert [compact, masked] == list(recipes.values())
+        assert (auto.path, dict(auto.options)["tile"], direct.path) == ("gathered", 16, "direct")
+        for tokens, recipe in ((1, compact), (3, masked), (8, auto), (16, direct)):
             data = batch(tokens)
-            assert_rows(mixed(*data), oracle(*data, weights), "fp8_block")
+            assert_rows(mixed(*data), oracle(*data, weights, recipe), "fp8_block", recipe=recipe)
 
 
 def test_close_is_final_and_harmless_twice(weights: ExpertWeights) -> None:
@@ -373,13 +452,14 @@ def test_the_flag_warns_once_and_can_be_cleared(runtime: MoERuntime) -> None:
         runtime(x, broken, router)
 
 
-def test_duplicates_are_summed_where_the_spec_allows_them() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_duplicates_are_summed_where_the_spec_allows_them(path: str) -> None:
     spec = MoESpec(4, 3, 128, 128, distinct_topk=False)
     weights = random_weights(spec, "bf16")
     x, router = random_inputs(spec, 5)
     ids = torch.tensor([[0, 0, 0], [1, 1, 2], [3, -1, 3], [2, 2, 2], [0, 1, 2]])
-    with MoERuntime(spec, weights, buckets=[5], device="cpu") as made:
-        assert_rows(made(x, ids, router), oracle(x, ids, router, weights), "bf16")
+    with MoERuntime(spec, weights, buckets=[5], device="cpu", path=path) as made:
+        assert_rows(made(x, ids, router), oracle(x, ids, router, weights, path), "bf16", recipe=path)
         assert not made.report().promise_broken
 
 
@@ -406,9 +486,9 @@ def test_two_threads_on_one_runtime_are_serialised(runtime: MoERuntime, weights:
 def test_gradients_and_inference_mode_do_not_matter(weights: ExpertWeights) -> None:
     data = batch(3)
     want = oracle(*data, weights)
-    with torch.inference_mode(), MoERuntime(SPEC, weights, buckets=[4], device="cpu") as made:
+    with torch.inference_mode(), MoERuntime(SPEC, weights, buckets=[4], device="cpu", path="psum") as made:
         assert_rows(made(*data), want, "fp8_block")
-    with MoERuntime(SPEC, weights, buckets=[4], device="cpu") as made:
+    with MoERuntime(SPEC, weights, buckets=[4], device="cpu", path="psum") as made:
         y = made(data[0].clone().requires_grad_(), *data[1:])
         assert not y.requires_grad
         with torch.inference_mode():
@@ -428,19 +508,21 @@ def test_guard_bands_stay_untouched(weights: ExpertWeights) -> None:
 
 
 def test_report_and_log_say_what_was_decided(weights: ExpertWeights, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="graphmoe"), MoERuntime(SPEC, weights, buckets=[1, 8], device="cpu") as made:
+    """Nobody asked for a path, and no profile is of a CPU: 8 * 3 / 6 = 4 rows an expert in the second bucket."""
+    with caplog.at_level(logging.DEBUG, logger="graphmoe"), MoERuntime(SPEC, weights, buckets=[1, 8, 128], device="cpu") as made:
         report = made.report()
-    assert [bucket.tokens for bucket in report.buckets] == [1, 8]
+    assert [bucket.tokens for bucket in report.buckets] == [1, 8, 128]
     assert [bucket.rows for bucket in report.buckets] == [bucket.rows for bucket in made.plan.buckets]
-    assert all(bucket.kernels == 6 for bucket in report.buckets)
+    assert [bucket.kernels for bucket in report.buckets] == [2, 4, 6]
     assert report.emulated
     assert report.fingerprint == made.plan.fingerprint
-    text = str(report)
-    assert "psum block_e=64" in text
+    text = " ".join(str(report).split())
+    for recipe, rule in (("direct", "at most 4 tokens"), ("gathered", "4 rows an expert, at most 12"), ("psum block_e=64", "psum with block_e 64")):
+        assert recipe in text
+        assert f"auto: no profile, {rule}" in text
+        assert recipe in caplog.text
     assert "graphs emulated" in text
-    assert "auto: no profile" in text
-    assert "built 1 layer(s) x 2 bucket(s)" in caplog.text
-    assert "psum block_e=64" in caplog.text
+    assert "built 1 layer(s) x 3 bucket(s)" in caplog.text
 
 
 def test_deep_gemm_that_is_absent_is_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
@@ -105,6 +107,42 @@ def test_a_shard_of_a_shard_is_one_finer_shard(outer: int, inner: int, experts: 
 def test_shards_that_do_not_exist_are_refused_by_number(parts: dict[str, int], names: str) -> None:
     with pytest.raises(SpecError, match=names):
         LAYER.shard(**parts)
+
+
+@given(size=st.integers(1, 64), parts=st.integers(1, 64), block=st.integers(1, 32))
+def test_a_shard_of_whole_blocks_covers_what_its_rank_owns(size: int, parts: int, block: int) -> None:
+    """The width is the largest cover of any rank, counted rank by rank, and a multiple of the block; with one column a block it is the plain part."""
+    total = math.lcm(parts, block) * size
+    width = MoESpec(8, 2, 256, total).shard(tp=parts, block=block).intermediate_size
+    own = total // parts
+    covers = [{column // block for column in (rank * own, (rank + 1) * own - 1)} for rank in range(parts)]
+    assert width == block * max(max(blocks) - min(blocks) + 1 for blocks in covers)
+    assert MoESpec(8, 2, 256, total).shard(tp=parts).intermediate_size == own
+
+
+def test_a_shard_of_whole_blocks_is_that_of_the_weights() -> None:
+    assert named_spec("qwen3-30b-a3b").shard(tp=4, block=128).intermediate_size == 256
+    assert named_spec("glm-4.5-air").shard(tp=2, block=128).intermediate_size == 768
+    assert named_spec("qwen3-30b-a3b").shard(tp=4, block=64).intermediate_size == 192
+    with pytest.raises(SpecError, match=r"intermediate_size=384 is not a multiple of block=256"):
+        LAYER.shard(tp=2, block=256)
+    for block in (0, -128, 1.5, True):
+        with pytest.raises(SpecError, match=f"block={block!r}"):
+            LAYER.shard(tp=2, block=block)
+
+
+def test_a_number_that_does_not_divide_names_those_that_do() -> None:
+    for parts, total, proposed in (({"tp": 5}, 384, "1, 2, 3, 4, 6, 8, 12, 16, ..."), ({"ep": 3}, 8, "1, 2, 4, 8")):
+        with pytest.raises(SpecError, match=re.escape(f"={total}; these do: {proposed}") + "$"):
+            LAYER.shard(**parts)
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2], (1,), 3, None, "1", np.float32([1.0]), torch.tensor([1.0]), np.uint8([1]), torch.tensor([True]), np.int8([1])], ids=repr
+)
+def test_ids_that_are_no_int_tensor_are_refused(ids: object) -> None:
+    with pytest.raises(SpecError, match=r"topk_ids is .*pass .*int32 or int64"):
+        LAYER.to_local(ids)
 
 
 @pytest.mark.parametrize(

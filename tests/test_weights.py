@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphmoe import ExpertWeights, MoESpec
-from graphmoe.errors import CheckpointError, UnsupportedShape, WeightsError, WeightsMismatch
+from graphmoe.errors import CheckpointError, InvalidInput, UnsupportedShape, WeightsError, WeightsMismatch
 from tests.checks import random_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,6 +165,17 @@ def test_scales_of_another_float_dtype_become_float32():
     assert weights.w13_scale_inv.dtype == weights.w2_scale_inv.dtype == torch.float32
     assert torch.equal(weights.w13_scale_inv, scale13.float())
     assert torch.equal(weights.w2_scale_inv, scale2.float())
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "nowhere", "cuda:99", None], ids=str)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has that device")
+    weights = random_weights(SMALL, "fp8_block")
+    with pytest.raises(InvalidInput, match=f"device {device}|device '{device}'"):
+        weights.to(device)
+    with pytest.raises(InvalidInput, match=f"device {device}|device '{device}'"):
+        ExpertWeights.load(tmp_path / "absent", SMALL, device=device)
 
 
 @by_format
@@ -712,6 +724,30 @@ def test_weights_of_another_layer_are_refused_with_both_numbers(field, mine, oth
         random_weights(SPEC, "bf16").check_spec(other)
 
 
+def test_a_runtime_of_a_shard_takes_the_spec_of_the_shard():
+    """The whole layer's spec, and one with `I / tp`, are refused with what to pass instead."""
+    whole = MoESpec(2, 1, 128, 384)
+    shard = random_weights(whole, "fp8_block").shard(4, 1)
+    assert shard.spec == whole.shard(tp=4, block=128)
+    for spec in (whole, whole.shard(tp=4)):
+        with pytest.raises(WeightsMismatch, match=f"intermediate_size=256, the runtime's spec says {spec.intermediate_size}; pass weights.spec"):
+            shard.check_spec(spec)
+    shard.check_spec(shard.spec)
+
+
+def test_an_unknown_format_is_one_error_everywhere():
+    weights = random_weights(SMALL, "fp8_block")
+    parts = {name: getattr(weights, name) for name in ("w13", "w13_scale_inv", "w2", "w2_scale_inv")}
+    for call in (
+        lambda: ExpertWeights.from_fp8(SMALL, **parts, fmt="int3"),
+        lambda: ExpertWeights.from_bf16(SMALL, *weights.dequantize(), fmt="int3"),
+        lambda: weights.requantize("int3"),
+        lambda: ExpertWeights(SMALL, "int3", weights.w13, weights.w2),
+    ):
+        with pytest.raises(UnsupportedShape, match="unknown format 'int3'; known: fp8_block, ue8m0, bf16"):
+            call()
+
+
 def test_numbers_that_the_weights_do_not_hold_may_differ():
     random_weights(SPEC, "bf16").check_spec(MoESpec(8, 3, 384, 128, num_local_experts=4, routed_scaling_factor=2.5, distinct_topk=False))
 
@@ -743,8 +779,30 @@ def test_all_missing_tensors_are_counted_in_one_error(fmt, tmp_path):
     message = str(caught.value)
     assert key(0, 4, "gate") in message
     assert f"and {(12 if fmt == 'fp8_block' else 6) - 5} more missing; spec wants experts 0..5 of layer 0" in message
-    with pytest.raises(CheckpointError, match=r"model\.layers\.9\..*of layer 9"):
+    random_weights(SPEC, fmt).save(tmp_path, layer=1)
+    random_weights(SPEC, fmt).save(tmp_path, layer=3)
+    with pytest.raises(CheckpointError, match=r"layer 9 has no experts under model\.layers\.9\..*layers that have: 0\.\.1, 3$"):
         ExpertWeights.load(tmp_path, SPEC, layer=9)
+    names = {"model.layers.0.block_sparse_moe.experts.0.w1.weight": torch.ones(128, 384).bfloat16()}
+    (tmp_path / "other").mkdir()
+    save_file(names, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no layer of this checkpoint has \(names as of Qwen3-MoE"):
+        ExpertWeights.load(tmp_path / "other", SPEC)
+
+
+@by_format
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_spec_with_fewer_experts_than_the_layer_says_how_to_take_a_part(fmt, fused, tmp_path):
+    weights = random_weights(SPEC, fmt)
+    if fused:
+        names = {"w13": "gate_up_proj", "w2": "down_proj", "w13_scale_inv": "gate_up_proj_scale_inv", "w2_scale_inv": "down_proj_scale_inv"}
+        prefix = "model.layers.0.mlp.experts."
+        save_file({prefix + names[name]: tensor for name, tensor in weights.tensors().items()}, tmp_path / "model.safetensors")
+    else:
+        weights.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the layer has 4 experts, the spec num_experts=2: .*spec\.shard\(ep=, ep_rank=\)"):
+        ExpertWeights.load(tmp_path, MoESpec(2, 2, 384, 128))
+    assert ExpertWeights.load(tmp_path, SPEC.shard(ep=2)).w2.shape[0] == 2
 
 
 @by_format
@@ -859,10 +917,27 @@ def test_two_files_that_hold_one_tensor_need_an_index(tmp_path):
     assert part.name in str(caught.value)
 
 
-def test_no_checkpoint_is_said_to_be_none(tmp_path):
+def test_no_checkpoint_is_said_to_be_none(tmp_path, monkeypatch):
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file|is not a directory"):
+        with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file$|is not a directory$"):
             ExpertWeights.load(folder, SPEC)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for folder in ("absent", "here/absent", "./Qwen/absent", "a/b/c", "Qwen/"):
+        with pytest.raises(CheckpointError, match=r"is not a directory$"):
+            ExpertWeights.load(folder, SPEC)
+    command = re.escape("fetch it with `hf download Qwen/Qwen3-30B-A3B-FP8 --local-dir DIR` and give DIR")
+    for folder in ("Qwen/Qwen3-30B-A3B-FP8", Path("Qwen/Qwen3-30B-A3B-FP8")):
+        with pytest.raises(CheckpointError, match=f"is not a directory.*{command}"):
+            ExpertWeights.load(folder, SPEC)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_file_in_the_way_of_a_directory_is_named(deep, tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below" if deep else tmp_path / "file"
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} cannot be made: {re.escape(str(tmp_path / 'file'))} is a file, not a dir"):
+        random_weights(SMALL, "bf16").save(folder)
 
 
 NOT_AN_INDEX = ["", "nonsense", "{}", "[]", "3", "null", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {"%s": 3}}']

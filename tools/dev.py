@@ -31,6 +31,8 @@ TORCH = "2.13.0"  # of machines without a GPU
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 RUNTIME = ("torch", "filelock", "numpy", "safetensors", "typer", "rich")
 STATIC_CHECKS = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
+PIP_STEPS = ("Collecting ", "Downloading ", "Building ", "Installing ")
+LINE = 110
 MARKER = "graphmoe-dev"  # in an environment that this script made, hence may replace
 STAMP = "graphmoe-dev.stamp"  # what a finished environment was made from
 
@@ -82,11 +84,18 @@ def make_venv(path: Path, *, gpu: bool) -> None:
 
 
 def pip_install(python: Path, *arguments: str, verbose: bool) -> None:
+    """Run pip, one line a step; all of its output is shown if `verbose`, else kept for the error."""
     say("pip install " + " ".join(arguments))
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise SetupFailed((done.stdout or "ERROR: pip failed, see its output above").strip())
+    output = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        for line in pip.stdout or ():
+            output.append(line)
+            step = line.strip()
+            if step.startswith(PIP_STEPS) and ".metadata" not in step:
+                say(f"  {step if len(step) <= LINE else step[: LINE - 3] + '...'}")
+    if pip.returncode:
+        raise SetupFailed("".join(output).strip() or "ERROR: pip failed, see its output above")
 
 
 def install_cpu_torch(python: Path, *, verbose: bool) -> str:
@@ -162,7 +171,7 @@ def run_checks(environment: Environment, pytest_arguments: list[str]) -> int:
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="PATH", help="where the environment is (default: .venv here)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show pip's output; stands before the command")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show all of pip's output; stands before the command")
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo|test|setup")
     for name, text in {"demo": "run `graphmoe demo`", "test": "run ruff, mypy, pytest", "setup": "make the environment and stop"}.items():
         command = commands.add_parser(name, help=text, add_help=name != "demo", allow_abbrev=False)

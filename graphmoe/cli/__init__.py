@@ -8,24 +8,40 @@ from typing import Annotated
 import typer
 
 import graphmoe
+from graphmoe.cli.bench import bench
 from graphmoe.cli.convert import convert
 from graphmoe.cli.demo import demo
+from graphmoe.cli.options import in_options
 from graphmoe.cli.plan import plan
+from graphmoe.cli.tune import tune
 from graphmoe.errors import GraphMoEError
 
-app = typer.Typer(help="CUDA-graph-first, static-shape execution of Mixture-of-Experts layers.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="CUDA-graph-first, static-shape execution of Mixture-of-Experts layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"graphmoe {graphmoe.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", help="print the version and stop", is_eager=True)] = False) -> None:
-    if version:
-        print(f"graphmoe {graphmoe.__version__}")
-        raise typer.Exit
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="print the version and stop", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    pass
 
 
 app.command()(demo)
 app.command()(plan)
 app.command()(convert)
+app.command()(tune)
+app.command()(bench)
 
 
 def main() -> None:
@@ -33,5 +49,5 @@ def main() -> None:
     try:
         app()
     except GraphMoEError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {in_options(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -12,36 +12,65 @@ from rich.progress import Progress
 from rich.table import Table
 
 from graphmoe.cli.console import make_console
-from graphmoe.convert import TARGETS, ConvertedFile, convert_checkpoint
-from graphmoe.errors import UnknownRecipe
+from graphmoe.cli.options import FORMAT_HELP, format_name
+from graphmoe.convert import ConvertedFile, convert_checkpoint
+
+_INTERRUPTED = 130
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint directory; not changed")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="directory for the result; a run that was interrupted goes on there")],
-    fmt: Annotated[str, typer.Option("--format", help=f"one of: {', '.join(TARGETS)}")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="checkpoint directory; not changed. Its top-level files count, not its folders")],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="DST", help="directory for the result; it may hold what an interrupted run of this conversion left, nothing else"),
+    ],
+    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)],
 ) -> None:
-    """Rewrite a checkpoint's weights as block FP8, block FP8 with power-of-two scales (ue8m0), or bf16."""
-    if fmt not in TARGETS:
-        raise UnknownRecipe(f"unknown format {fmt!r}; known: {', '.join(TARGETS)}")
+    """Rewrite a checkpoint's weights as block FP8, block FP8 with power-of-two scales (ue8m0), or bf16.
+
+    Block-FP8 weights are converted wherever they are, BF16 weights only of experts; everything else is copied. A run that was interrupted is started
+    again with the same command and keeps the files that it had finished.
+    """
+    fmt = format_name(fmt)
     console = make_console()
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    finished = 0
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("converting", total=None)
-        files = convert_checkpoint(
-            source, target, TARGETS[fmt], lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
-        )
-    console.print(_summary(files))
+
+        def show(name: str, done: int, total: int) -> None:
+            nonlocal finished
+            finished = done
+            bar.update(task, description=name, completed=done, total=total)
+
+        try:
+            files = convert_checkpoint(source, target, fmt, show)
+        except KeyboardInterrupt:
+            bar.stop()
+            errors.print(
+                f"interrupted after {_count(finished, 'tensor')}: the same command goes on, and keeps the files that are finished in {target}"
+            )
+            raise typer.Exit(_INTERRUPTED) from None
+    summary = _summary(files, fmt)
+    if summary is not None:
+        console.print(summary)
     kept = sum(file.found for file in files)
-    console.print(f"{len(files)} file(s) in {target}, {kept} of them found finished from an earlier run")
+    console.print(f"{_count(len(files), 'file')} of weights in {target}" + (f", {kept} found finished from an earlier run" if kept else ""))
 
 
-def _summary(files: list[ConvertedFile]) -> Table:
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _summary(files: list[ConvertedFile], fmt: str) -> Table | None:
+    """Errors by layer; None if no weight had to be converted."""
     by_layer = defaultdict(list)
     for file in files:
         for error in file.errors:
             by_layer[error.layer].append(error.relative_error)
-    table = Table(title="Relative error of the converted weights", title_justify="left")
+    if not by_layer:
+        return None
+    table = Table(title=f"Weights now {fmt}: relative error per tensor, norm of the difference over norm of the original", title_justify="left")
     for column in ("layer", "tensors", "max", "mean"):
         table.add_column(column, justify="right")
     for layer, values in sorted(by_layer.items()):

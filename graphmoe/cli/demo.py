@@ -15,11 +15,14 @@ from torch import Tensor
 
 from graphmoe import bounds, measure
 from graphmoe.cli.console import make_console
+from graphmoe.cli.options import PATH_HELP, short
 from graphmoe.cli.toy_model import LAYERS, SPEC, ToyModel, write_checkpoint
 from graphmoe.device import resolve_device
 from graphmoe.errors import InvalidInput
+from graphmoe.formats import Rounding
+from graphmoe.paths import get_path
 from graphmoe.planner import BucketPlan
-from graphmoe.reference import ROW_ERROR, moe_layer, row_errors
+from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.runtime import MoERuntime
 from graphmoe.weights import ExpertWeights
 
@@ -41,7 +44,7 @@ def demo(
     text: Annotated[Path, typer.Option(help="a text file; its bytes are cut into sequences of growing length")] = _DEFAULT_TEXT,
     directory: Annotated[Path, typer.Option("--dir", help="where the small checkpoint is kept")] = Path("~/.cache/graphmoe/demo"),
     buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32",
-    path: Annotated[str, typer.Option(help="auto, masked, compact or psum")] = "auto",
+    path: Annotated[str, typer.Option(help=PATH_HELP)] = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Load a small block-FP8 MoE checkpoint, run a decode loop over a text file through the buckets, and check every step."""
@@ -59,8 +62,11 @@ def demo(
             console.print("no GPU in use: graphs are emulated, the same step runs on the same static buffers with the kernels' torch twins")
         seen = _decode(runtime, layers, sequences)
         console.print(_table(runtime, seen))
-        worst = max(one.worst_row for one in seen.values())
-        limit = ROW_ERROR[runtime.plan.fmt]
+        for line in _legend(runtime):
+            console.print(line)
+        limits = {tokens: row_limit(runtime.plan.fmt, _rounding(runtime.plan.bucket(tokens))) for tokens in seen}
+        closest = max(seen, key=lambda tokens: seen[tokens].worst_row / limits[tokens])
+        worst, limit = seen[closest].worst_row, limits[closest]
         console.print(
             f"{sum(one.steps for one in seen.values())} layer steps checked row by row: worst row off by {worst:.4f} of its norm, limit {limit}"
         )
@@ -101,19 +107,27 @@ def _decode(runtime: MoERuntime, layers: list[ExpertWeights], sequences: list[by
             one = seen.setdefault(bucket.tokens, _Seen())
             one.steps += 1
             one.rows_used = max(one.rows_used, _rows_used(bucket, ids))
-            one.worst_row = max(one.worst_row, float(row_errors(y, moe_layer(x, ids, weights, layers[layer])).max()))
+            want = moe_layer(x, ids, weights, layers[layer], rounding=_rounding(bucket))
+            one.worst_row = max(one.worst_row, float(row_errors(y, want).max()))
             one.last_batch = (x, ids, weights)
             hidden = hidden + y.float()
         model.next_bytes(hidden)
     return seen
 
 
+def _rounding(bucket: BucketPlan) -> Rounding:
+    """Where the bucket's path rounds activations; the oracle rounds there too."""
+    return get_path(bucket.recipe.path).rounding(bucket.options)
+
+
 def _rows_used(bucket: BucketPlan, ids: Tensor) -> int:
-    """Rows of the bucket's layout that a routing occupies, alignment included."""
+    """Rows of the bucket's layout that a routing occupies, alignment included; paths without alignment have a row an assignment."""
     counts = bounds.expert_counts(ids.cpu(), SPEC.num_local_experts)
-    if bucket.recipe.path == "masked":
+    if "row_tile" in bucket.options:
         return SPEC.num_local_experts * bounds.round_up(max(counts), bucket.options["row_tile"])
-    return bucket.options["block_e"] * bounds.blocks_used(counts, bucket.options["block_e"])
+    if "block_e" in bucket.options:
+        return bucket.options["block_e"] * bounds.blocks_used(counts, bucket.options["block_e"])
+    return sum(counts)
 
 
 def _table(runtime: MoERuntime, seen: dict[int, _Seen]) -> Table:
@@ -145,11 +159,21 @@ def _table(runtime: MoERuntime, seen: dict[int, _Seen]) -> Table:
             witness = witness[:, :1] * 0  # one expert receives every token
         graph, call = _timings(runtime, bucket.tokens, one.last_batch)
         table.add_row(
-            str(bucket.tokens), str(bucket.recipe), str(bucket.rows), str(_rows_used(bucket, witness)), str(one.rows_used),
+            str(bucket.tokens), short(bucket.recipe), str(bucket.rows), str(_rows_used(bucket, witness)), str(one.rows_used),
             f"{runtime.plan.bucket_bytes(bucket) / 1024:.0f}", str(report[bucket.tokens].kernels), str(graph), str(call), str(one.steps),
             f"{one.worst_row:.4f}",
         )  # fmt: skip
     return table
+
+
+def _legend(runtime: MoERuntime) -> tuple[str, ...]:
+    """What the table's columns mean."""
+    step = "step us: one layer's step" if runtime.device.type == "cpu" else "graph us: one layer's graph"
+    return (
+        "rows bound: activation rows that no routing exceeds; witness: what the worst routing fills; used: the most that this text filled",
+        f"KiB: arena up to the end of this bucket's buffers; kernels: launches of one step on a GPU; {step}; call us: with the copy of its inputs",
+        "steps: layer steps that ran in this bucket; worst row: largest error of one token's output against the oracle, over that output's norm",
+    )
 
 
 def _timings(runtime: MoERuntime, bucket: int, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[measure.Timing, measure.Timing]:

@@ -34,6 +34,21 @@ SCALES_PER_WORD = 4
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Where a path rounds activations inside the layer.
+
+    Attributes:
+        quantise: tokens and SwiGLU results take the format's activation type (where it is FP8); else they stay bf16.
+        gate_up: gate and up pass through bf16; else float32 goes straight into SwiGLU.
+        group: columns of a SwiGLU result that share a scale.
+    """
+
+    quantise: bool = True
+    gate_up: bool = True
+    group: int = BLOCK
+
+
+@dataclass(frozen=True)
 class Format:
     """What a plan needs to know of a weight format.
 
@@ -65,14 +80,16 @@ class Format:
 
     def check(self, spec: MoESpec) -> None:
         """Raise UnsupportedShape if this format cannot store `spec`."""
-        for name, value in (("hidden_size", spec.hidden_size), ("intermediate_size", spec.intermediate_size)):
+        shard = f"if it is a tensor-parallel shard, take spec.shard(tp=..., block={self.divisor}) of the whole layer: ranks store whole blocks"
+        for name, value, remedy in (
+            ("hidden_size", spec.hidden_size, "no shard changes it"),
+            ("intermediate_size", spec.intermediate_size, shard),
+        ):
             if value % self.divisor:
-                below, above = value // self.divisor * self.divisor, -(-value // self.divisor) * self.divisor
-                nearest = f"{below} or {above}" if below else f"{above}"
                 bf16_helps = self.name != "bf16" and not any(size % FORMATS["bf16"].divisor for size in (spec.hidden_size, spec.intermediate_size))
                 raise UnsupportedShape(
-                    f"{name}={value} is not a multiple of {self.divisor}, which format {self.name!r} needs; shard it so that it is "
-                    f"(the nearest: {nearest})" + (" or take fmt='bf16'" if bf16_helps else "")
+                    f"{name}={value} is not a multiple of {self.divisor}, which format {self.name!r} needs; {remedy}"
+                    + ("; or take fmt='bf16'" if bf16_helps else "")
                 )
 
 

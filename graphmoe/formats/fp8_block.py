@@ -49,25 +49,26 @@ def dequantize_weight(payload: Tensor, scale: Tensor) -> Tensor:
     return payload.float() * scale.float().repeat_interleave(BLOCK, -2)[..., :n, :].repeat_interleave(BLOCK, -1)[..., :k]
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise activations per row and group of 128 columns.
+def quantize_rows(x: Tensor, *, group: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Quantise activations per row and group of columns.
 
     Args:
-        x: float `[..., K]`, `K` a multiple of 128.
+        x: float `[..., K]`, `K` a multiple of `group`.
+        group: columns that share a scale.
 
     Returns:
-        e4m3 `[..., K]` and float32 scales `[..., K/128]`. A group that holds NaN or infinity gets the scale NaN:
+        e4m3 `[..., K]` and float32 scales `[..., K/group]`. A group that holds NaN or infinity gets the scale NaN:
         what is not finite going in is NaN coming out, never a plausible number.
     """
-    groups = x.float().unflatten(-1, (-1, BLOCK))
+    groups = x.float().unflatten(-1, (-1, group))
     scale = scale_of(groups.abs().amax(dim=-1))
     scale = torch.where(groups.isfinite().all(dim=-1), scale, torch.nan)
     return to_e4m3(groups / scale[..., None]).flatten(-2), scale
 
 
 def dequantize_rows(payload: Tensor, scale: Tensor) -> Tensor:
-    """float32 `[..., K]` of e4m3 rows and their `[..., K/128]` scales."""
-    return payload.float() * scale.repeat_interleave(BLOCK, -1)
+    """float32 `[..., K]` of e4m3 rows and their `[..., K/group]` scales."""
+    return payload.float() * scale.repeat_interleave(payload.shape[-1] // scale.shape[-1], -1)
 
 
 def to_e4m3(values: Tensor) -> Tensor:

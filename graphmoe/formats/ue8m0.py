@@ -34,16 +34,17 @@ def is_power_of_two(scale: Tensor) -> Tensor:
     return (bits & 0x7FFFFF == 0) & (bits >= 1 << 23) & (bits < 255 << 23)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, *, group: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Activations straight to UE8M0: the scale is rounded up first and the payload quantised with the rounded scale.
 
     Args:
-        x: float `[..., K]`, `K` a multiple of 128.
+        x: float `[..., K]`, `K` a multiple of `group`.
+        group: columns that share a scale.
 
     Returns:
-        e4m3 `[..., K]` and float32 power-of-two scales `[..., K/128]`; a group with NaN or infinity gets the scale NaN.
+        e4m3 `[..., K]` and float32 power-of-two scales `[..., K/group]`; a group with NaN or infinity gets the scale NaN.
     """
-    groups = x.float().unflatten(-1, (-1, BLOCK))
+    groups = x.float().unflatten(-1, (-1, group))
     amax = groups.abs().amax(dim=-1)
     scale = torch.where(groups.isfinite().all(dim=-1), scale_of(amax), torch.nan)
     return to_e4m3(groups / scale[..., None]).flatten(-2), scale

@@ -2,9 +2,26 @@
 
 from graphmoe.kernels.act import act
 from graphmoe.kernels.combine import combine
+from graphmoe.kernels.gather_down import gather_down
+from graphmoe.kernels.gather_up import gather_up
+from graphmoe.kernels.gemv_down import gemv_down
+from graphmoe.kernels.gemv_up import gemv_up
 from graphmoe.kernels.pack import pack
 from graphmoe.kernels.route import route
+from graphmoe.kernels.route_tiles import route_tiles
 from graphmoe.kernels.scatter import scatter
 from graphmoe.kernels.stage import stage
 
-__all__ = ["act", "combine", "pack", "route", "scatter", "stage"]
+__all__ = [
+    "act",
+    "combine",
+    "gather_down",
+    "gather_up",
+    "gemv_down",
+    "gemv_up",
+    "pack",
+    "route",
+    "route_tiles",
+    "scatter",
+    "stage",
+]

@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphmoe.kernels.pdl import pdl_flags, wait_and_signal
+
 
 @triton.jit
-def _combine_kernel(rows, row_of, topk_weights, scale, out, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(rows, row_of, topk_weights, scale, out, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_and_signal(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -35,5 +38,5 @@ def combine(rows: Tensor, row_of: Tensor, topk_weights: Tensor, *, scale: float,
     tokens, columns = out.shape
     block = min(1024, triton.next_power_of_2(columns))
     _combine_kernel[(tokens, triton.cdiv(columns, block))](
-        rows, row_of, topk_weights, scale, out, COLUMNS=columns, TOP_K=row_of.shape[1], BLOCK=block
+        rows, row_of, topk_weights, scale, out, COLUMNS=columns, TOP_K=row_of.shape[1], BLOCK=block, **pdl_flags()
     )  # fmt: skip

@@ -29,17 +29,20 @@ def quantise_groups(values, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def store_scales(scales, scale, row, group, COLUMNS: tl.constexpr, SEGMENT_ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """Store one row's scales of `group`s: float32 `[S, COLUMNS, R]`, or packed, bytes of int32 words `[S, ceil(COLUMNS/4), R]`, 0 beyond COLUMNS."""
+def store_scales(scales, scale, row, group, live, COLUMNS: tl.constexpr, SEGMENT_ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """Store the scales of `group`s of a row (or of a row each) where `live`.
+
+    float32 `[S, COLUMNS, R]`; or packed, bytes of int32 words `[S, ceil(COLUMNS/4), R]`, 0 beyond COLUMNS.
+    """
     segment, slot = row // SEGMENT_ROWS, row % SEGMENT_ROWS
     if PACKED:
         WORDS: tl.constexpr = (COLUMNS + 3) // 4
         exponent = tl.where(group < COLUMNS, (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF, 0)
         at = ((segment * WORDS + group // 4) * SEGMENT_ROWS + slot) * 4 + group % 4
-        tl.store(scales + at, exponent.to(tl.uint8), mask=group < WORDS * 4)
+        tl.store(scales + at, exponent.to(tl.uint8), mask=live & (group < WORDS * 4))
     else:
         at = (segment * COLUMNS + group) * SEGMENT_ROWS + slot
-        tl.store(scales + at, scale, mask=group < COLUMNS)
+        tl.store(scales + at, scale, mask=live & (group < COLUMNS))
 
 
 def scale_arguments(rows: Tensor, scales: Tensor | None, scale_format: ScaleFormat | None) -> tuple[Tensor, dict[str, bool]]:

@@ -13,45 +13,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphmoe.kernels.pdl import pdl_flags, wait_and_signal
 from graphmoe.layout import RowLayout
 
-_BLOCK = 1024
+_BLOCK = 4096
 
 
 @triton.jit
-def _load_ids(topk_ids, index, ASSIGNMENTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, DISTINCT: tl.constexpr):
-    """Clean ids of assignments `index`: the expert, or EXPERTS for a sentinel; and whether the token names it twice."""
-    inside = index < ASSIGNMENTS
+def load_ids(
+    topk_ids,
+    first,
+    tokens,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    DISTINCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The assignments of `BLOCK / SLOTS` tokens from token `first` on, `[BLOCK]` each: index `t * K + k`, clean id (EXPERTS for a sentinel), whether
+    there is such an assignment, and whether its token names its expert twice.
+    """
+    token = first + tl.arange(0, BLOCK // SLOTS)
+    slot = tl.arange(0, SLOTS)
+    index = token[:, None] * TOP_K + slot[None, :]
+    inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
     raw = tl.load(topk_ids + index, mask=inside, other=-1)
     ids = tl.where((raw >= 0) & (raw < EXPERTS), raw, EXPERTS)
-    twice = tl.zeros_like(ids)
-    if DISTINCT and TOP_K > 1:
-        first_slot = index // TOP_K * TOP_K
-        for k in range(TOP_K):
-            other = tl.load(topk_ids + first_slot + k, mask=inside, other=-1)
-            twice += ((other == raw) & (ids < EXPERTS)).to(tl.int32)
-    return ids, twice > 1
+    if DISTINCT:
+        same = tl.sum((ids[:, :, None] == ids[:, None, :]).to(tl.int32), axis=2)
+        twice = (same > 1) & (ids < EXPERTS)
+    else:
+        twice = ids < 0
+    return tl.reshape(index, [BLOCK]), tl.reshape(ids, [BLOCK]), tl.reshape(inside, [BLOCK]), tl.reshape(twice, [BLOCK])
 
 
-@triton.jit
+# What changes with the bucket is no constant, so that a ladder of buckets compiles few kernels.
+@triton.jit(do_not_specialize=["tokens", "segment_rows"])
 def _route_kernel(
-    topk_ids, row_of, groups, flags,
-    ASSIGNMENTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr,
-    KIND: tl.constexpr, ALIGN: tl.constexpr, SEGMENT_ROWS: tl.constexpr, DISTINCT: tl.constexpr, BLOCK: tl.constexpr,
+    topk_ids, row_of, groups, flags, tokens, segment_rows,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr,
+    KIND: tl.constexpr, ALIGN: tl.constexpr, DISTINCT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_and_signal(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], dtype=tl.int32)
     broken = tl.zeros([BLOCK], dtype=tl.int32)
-    for first in range(0, ASSIGNMENTS, BLOCK):
-        ids, twice = _load_ids(topk_ids, first + tl.arange(0, BLOCK), ASSIGNMENTS, TOP_K, EXPERTS, DISTINCT)
+    for first in range(0, tokens, BLOCK // SLOTS):
+        _, ids, _, twice = load_ids(topk_ids, first, tokens, TOP_K, SLOTS, EXPERTS, DISTINCT, BLOCK)
         live = (ids < EXPERTS) & (twice == 0)
         counts += tl.histogram(ids, BINS, mask=live)
         broken = broken | twice.to(tl.int32)
 
     own = tl.sum(tl.where(bins == expert, counts, 0))
     padded = (counts + ALIGN - 1) // ALIGN * ALIGN
-    start = expert * SEGMENT_ROWS if KIND == "masked" else tl.sum(tl.where(bins < expert, padded, 0))
+    start = expert * segment_rows if KIND == "masked" else tl.sum(tl.where(bins < expert, padded, 0))
 
     if expert < EXPERTS:
         if KIND == "masked":
@@ -65,18 +81,17 @@ def _route_kernel(
                 tl.store(groups + start + offset, tl.where(offset < own, expert, -1), mask=offset < padded_own)
     else:
         if KIND == "compact":
-            for chunk in range(start, SEGMENT_ROWS, BLOCK):
+            for chunk in range(start, segment_rows, BLOCK):
                 offset = chunk + tl.arange(0, BLOCK)
-                tl.store(groups + offset, tl.full([BLOCK], -1, tl.int32), mask=offset < SEGMENT_ROWS)
+                tl.store(groups + offset, tl.full([BLOCK], -1, tl.int32), mask=offset < segment_rows)
         if DISTINCT:
             if tl.max(broken) > 0:
                 tl.store(flags, 1)
 
     before = 0
-    for first in range(0, ASSIGNMENTS, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        ids, twice = _load_ids(topk_ids, index, ASSIGNMENTS, TOP_K, EXPERTS, DISTINCT)
-        mine = (ids == expert) & (index < ASSIGNMENTS)
+    for first in range(0, tokens, BLOCK // SLOTS):
+        index, ids, inside, twice = load_ids(topk_ids, first, tokens, TOP_K, SLOTS, EXPERTS, DISTINCT, BLOCK)
+        mine = (ids == expert) & inside
         if expert < EXPERTS:
             placed = (mine & (twice == 0)).to(tl.int32)
             row = start + before + tl.cumsum(placed, axis=0) - 1
@@ -98,10 +113,22 @@ def route(topk_ids: Tensor, layout: RowLayout, *, distinct: bool, row_of: Tensor
         groups: int32 `[layout.group_entries]`, out; every entry is written.
         flags: int32 `[1]`, out; sticky.
     """
-    assignments = topk_ids.numel()
-    block = min(_BLOCK, max(16, triton.next_power_of_2(assignments)))
+    tokens, top_k = topk_ids.shape
+    slots, block = block_of(tokens, top_k, _BLOCK)
     _route_kernel[(layout.num_experts + 1,)](
-        topk_ids, row_of, groups, flags,
-        ASSIGNMENTS=assignments, TOP_K=topk_ids.shape[1], EXPERTS=layout.num_experts, BINS=max(16, triton.next_power_of_2(layout.num_experts)),
-        KIND=layout.kind, ALIGN=layout.align, SEGMENT_ROWS=layout.segment_rows, DISTINCT=distinct, BLOCK=block,
+        topk_ids, row_of, groups, flags, tokens, layout.segment_rows,
+        TOP_K=top_k, SLOTS=slots, EXPERTS=layout.num_experts, BINS=max(16, triton.next_power_of_2(layout.num_experts)),
+        KIND=layout.kind, ALIGN=layout.align, DISTINCT=distinct, BLOCK=block,
+        num_warps=warps_of(block), **pdl_flags(),
     )  # fmt: skip
+
+
+def block_of(tokens: int, top_k: int, most: int) -> tuple[int, int]:
+    """K padded to a power of two, and assignments of that width that a program takes at a time."""
+    slots = triton.next_power_of_2(top_k)
+    return slots, max(slots, 16, min(most, triton.next_power_of_2(tokens) * slots))
+
+
+def warps_of(block: int) -> int:
+    """Warps for a block of assignments: eight assignments a thread, 4 to 32 warps."""
+    return min(32, max(4, block // 256))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphmoe.formats import BLOCK as GROUP
 from graphmoe.formats import ScaleFormat
+from graphmoe.kernels.pdl import pdl_flags, wait_and_signal
 from graphmoe.kernels.quantise import quantise_groups, scale_arguments, store_scales
 
 
@@ -21,8 +22,9 @@ from graphmoe.kernels.quantise import quantise_groups, scale_arguments, store_sc
 def _scatter_kernel(
     x, row_of, rows, scales,
     COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SEGMENT_ROWS: tl.constexpr,
-    QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_and_signal(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -37,7 +39,7 @@ def _scatter_kernel(
         if row >= 0:
             tl.store(rows + row * COLUMNS + column, payload, mask=inside)
             if QUANTISE:
-                store_scales(scales, scale, row, group, COLUMNS // GROUP, SEGMENT_ROWS, PACKED)
+                store_scales(scales, scale, row, group, row >= 0, COLUMNS // GROUP, SEGMENT_ROWS, PACKED)
 
 
 def scatter(x: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None, scale_format: ScaleFormat | None) -> None:
@@ -46,5 +48,6 @@ def scatter(x: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None, s
     groups = min(8, max(4, triton.next_power_of_2(triton.cdiv(columns, GROUP))))
     scale_pointer, flags = scale_arguments(rows, scales, scale_format)
     _scatter_kernel[(tokens, triton.cdiv(columns, groups * GROUP))](
-        x, row_of, rows, scale_pointer, COLUMNS=columns, TOP_K=row_of.shape[1], SEGMENT_ROWS=rows.shape[1], GROUPS=groups, GROUP=GROUP, **flags,
+        x, row_of, rows, scale_pointer,
+        COLUMNS=columns, TOP_K=row_of.shape[1], SEGMENT_ROWS=rows.shape[1], GROUPS=groups, GROUP=GROUP, **flags, **pdl_flags(),
     )  # fmt: skip

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from graphmoe.errors import UnknownRecipe
 from graphmoe.paths.base import Path
+from graphmoe.paths.direct import DirectPath
+from graphmoe.paths.gathered import GatheredPath
 from graphmoe.paths.grouped import GroupedPath
 
-PATHS: dict[str, Path] = {path.name: path for path in (GroupedPath("masked"), GroupedPath("compact"), GroupedPath("psum"))}
+_REGISTERED: tuple[Path, ...] = (GroupedPath("masked"), GroupedPath("compact"), GroupedPath("psum"), GatheredPath(), DirectPath())
+PATHS: dict[str, Path] = {path.name: path for path in _REGISTERED}
 
 
 def get_path(name: str) -> Path:

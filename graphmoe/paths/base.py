@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 from graphmoe.errors import UnknownRecipe
-from graphmoe.formats import Format
+from graphmoe.formats import Format, Rounding
 from graphmoe.layout import LayoutKind
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
@@ -58,10 +58,10 @@ class BoundPath(Protocol):
     def launches(self) -> int:
         """Kernels that one step launches on a GPU."""
 
-    def route(self, topk_ids: Tensor) -> None: ...
-    def up(self, x: Tensor) -> None: ...
+    def route(self, topk_ids: Tensor, x: Tensor) -> None: ...
+    def up(self, x: Tensor, topk_ids: Tensor) -> None: ...
     def down(self) -> None: ...
-    def combine(self, topk_weights: Tensor, out: Tensor) -> None: ...
+    def combine(self, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None: ...
 
 
 class Path(Protocol):
@@ -75,11 +75,18 @@ class Path(Protocol):
         """Which prepared form of the weights it reads; `"plain"` is the checkpoint's own `[E, N, K]`."""
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Files of this package whose change makes what was measured of this path void, such as `kernels/route.py`."""
+
+    @property
     def gemm_layout(self) -> LayoutKind | None:
         """The row layout of the library GEMMs that it calls; None if its kernels are its own."""
 
     def options(self, recipe: Recipe) -> dict[str, int]:
         """Every option with its value. Raises UnknownRecipe for an unknown option or value."""
+
+    def rounding(self, options: Mapping[str, int]) -> Rounding:
+        """Where it rounds activations inside the layer."""
 
     def supports(self, spec: MoESpec, fmt: Format, arch: str) -> str | None:
         """Why this path cannot run, or None."""
@@ -99,7 +106,7 @@ class Path(Protocol):
         buffers: Mapping[str, Tensor],
         weights: ExpertWeights,
         ops: Ops,
-        gemm: GroupedGemm,
+        gemm: GroupedGemm | None,
     ) -> BoundPath:
         """The step of one layer over these buffers."""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, ScaleFormat
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, Rounding, ScaleFormat
 from graphmoe.layout import LayoutKind, RowLayout
 from graphmoe.paths.base import BufferSpec, Stage, choose
 from graphmoe.recipe import Recipe
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from graphmoe.gemm import GroupedGemm
     from graphmoe.ops import Ops
     from graphmoe.weights import ExpertWeights
+
+SOURCES = (
+    "paths/grouped.py",
+    "gemm/deep_gemm.py",
+    "kernels/route.py",
+    "kernels/scatter.py",
+    "kernels/act.py",
+    "kernels/combine.py",
+    "kernels/quantise.py",
+    "kernels/pdl.py",
+)
 
 # deep_gemm on SM90 runs one producer warpgroup and a consumer warpgroup per 64 rows of its tile.
 _ROWS_OF_THREADS = {256: 64, 384: 128}
@@ -37,11 +48,18 @@ class GroupedPath:
     weight_layout: str = "plain"
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        return SOURCES
+
+    @property
     def gemm_layout(self) -> LayoutKind:
         return self.name
 
     def options(self, recipe: Recipe) -> dict[str, int]:
         return choose(recipe, row_tile=(128, 64)) if self.name == "masked" else choose(recipe, block_e=(64, 128))
+
+    def rounding(self, options: Mapping[str, int]) -> Rounding:
+        return Rounding()
 
     def supports(self, spec: MoESpec, fmt: Format, arch: str) -> str | None:
         return None if arch in ("cpu", "sm90", "sm100") else f"deep_gemm has no grouped GEMM for {arch}; supported: sm90, sm100, cpu"
@@ -66,8 +84,9 @@ class GroupedPath:
         buffers: Mapping[str, Tensor],
         weights: ExpertWeights,
         ops: Ops,
-        gemm: GroupedGemm,
+        gemm: GroupedGemm | None,
     ) -> BoundGrouped:
+        assert gemm is not None
         expected_rows = max(1, -(-tokens * spec.top_k // spec.num_experts))
         return BoundGrouped(spec, fmt.scales, self.layout(spec, tokens, options), expected_rows, buffers, weights, ops, gemm)
 
@@ -123,11 +142,11 @@ class BoundGrouped:
     gemm: GroupedGemm
     launches: int = 6
 
-    def route(self, topk_ids: Tensor) -> None:
+    def route(self, topk_ids: Tensor, x: Tensor) -> None:
         b = self.buffers
         self.ops.route(topk_ids, self.layout, distinct=self.spec.distinct_topk, row_of=b["row_of"], groups=b["groups"], flags=b["flags"])
 
-    def up(self, x: Tensor) -> None:
+    def up(self, x: Tensor, topk_ids: Tensor) -> None:
         b = self.buffers
         self.ops.scatter(x, b["row_of"], rows=b["x_rows"], scales=b.get("x_scales"), scale_format=self.scale_format)
         self._gemm("x", self.weights.w13, self.weights.w13_scale_inv, b["gate_up"])
@@ -136,7 +155,7 @@ class BoundGrouped:
     def down(self) -> None:
         self._gemm("act", self.weights.w2, self.weights.w2_scale_inv, self.buffers["down_rows"])
 
-    def combine(self, topk_weights: Tensor, out: Tensor) -> None:
+    def combine(self, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         b = self.buffers
         self.ops.combine(b["down_rows"], b["row_of"], topk_weights, scale=self.spec.routed_scaling_factor, out=out)
 

@@ -2,11 +2,32 @@
 
 from graphmoe.reference.act import act
 from graphmoe.reference.combine import combine
-from graphmoe.reference.judge import ROW_ERROR, row_errors
+from graphmoe.reference.gather_down import gather_down
+from graphmoe.reference.gather_up import gather_up
+from graphmoe.reference.gemv_down import gemv_down
+from graphmoe.reference.gemv_up import gemv_up
+from graphmoe.reference.judge import ROW_ERROR, row_errors, row_limit
 from graphmoe.reference.layer import moe_layer
 from graphmoe.reference.pack import pack
 from graphmoe.reference.route import route
+from graphmoe.reference.route_tiles import route_tiles
 from graphmoe.reference.scatter import scatter
 from graphmoe.reference.stage import stage
 
-__all__ = ["ROW_ERROR", "act", "combine", "moe_layer", "pack", "route", "row_errors", "scatter", "stage"]
+__all__ = [
+    "ROW_ERROR",
+    "act",
+    "combine",
+    "gather_down",
+    "gather_up",
+    "gemv_down",
+    "gemv_up",
+    "moe_layer",
+    "pack",
+    "route",
+    "route_tiles",
+    "row_errors",
+    "row_limit",
+    "scatter",
+    "stage",
+]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphmoe.formats import Rounding
+
 ROW_ERROR = {"fp8_block": 0.06, "ue8m0": 0.06, "bf16": 0.01}
 """Largest relative error of one row against `moe_layer`, which rounds where the format does.
 
@@ -16,6 +18,11 @@ roundings that have lost all relation differ by sqrt(2) times that, 3.7 %, and s
 A lost expert moves its row by about its share of the row's norm: 1/sqrt(K) at equal router weights, but one of little weight hides below this limit.
 So what must never be lost is tested with router weights that are nearly equal.
 """
+
+
+def row_limit(fmt: str, rounding: Rounding) -> float:
+    """`ROW_ERROR` of a path that rounds like this: as small as bf16's where activations are not quantised."""
+    return ROW_ERROR[fmt if rounding.quantise else "bf16"]
 
 
 def row_errors(y: Tensor, want: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from graphmoe.formats import ScaleFormat, fp8_block, get_format, ue8m0
+from graphmoe.formats import Rounding, ScaleFormat, fp8_block, get_format, ue8m0
 from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight
 
 if TYPE_CHECKING:
     from graphmoe.weights import ExpertWeights
 
 
-def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, *, quantise_activations: bool = True) -> Tensor:
+def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, *, rounding: Rounding | None = Rounding()) -> Tensor:  # noqa: B008 - frozen
     """What the layer means.
 
     Args:
@@ -22,8 +22,8 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
         topk_ids: int `[t, K]`, local ids; ids outside `[0, E)` contribute nothing.
         topk_weights: float32 `[t, K]`.
         weights: the experts; dequantised to float64 one at a time.
-        quantise_activations: round activations where the format does (rows to e4m3 groups, gate and up to bf16). Then only accumulation
-            order and the last bf16 rounding separate a path from this oracle. With False nothing is rounded: the accuracy of the format itself.
+        rounding: where activations are rounded, see `Path.rounding`. Then only accumulation order and the last bf16 rounding separate a path from
+            this oracle. None rounds nothing: the accuracy of the format itself.
 
     Returns:
         float64 `[t, H]`. A token with duplicate ids under `distinct_topk` is NaN.
@@ -31,20 +31,20 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
     spec = weights.spec
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     scales = get_format(weights.fmt).scales
-    rounded = quantise_activations and scales is not None
+    quantised = rounding is not None and rounding.quantise and scales is not None
     quantise = fp8_block.quantize_rows if scales is ScaleFormat.FLOAT32 else ue8m0.quantize_rows
-    source = dequantize_rows(*quantise(x)) if rounded else x
+    source = dequantize_rows(*quantise(x)) if quantised else x
     for e in range(spec.num_local_experts):
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
         w13, w2 = (_dense(payload, scale, e) for payload, scale in ((weights.w13, weights.w13_scale_inv), (weights.w2, weights.w2_scale_inv)))
         gate_up = source[token].double() @ w13.T
-        gate, up = (gate_up.to(torch.bfloat16).double() if quantise_activations else gate_up).chunk(2, dim=-1)
+        gate, up = (gate_up.to(torch.bfloat16).double() if rounding is not None and rounding.gate_up else gate_up).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * up
-        if rounded:
-            hidden = dequantize_rows(*quantise(hidden)).double()
-        elif quantise_activations:
+        if rounding is not None and quantised:
+            hidden = dequantize_rows(*quantise(hidden, group=rounding.group)).double()
+        elif rounding is not None:
             hidden = hidden.to(torch.bfloat16).double()
         out.index_add_(0, token, (hidden @ w2.T) * topk_weights[token, slot, None].double())
     out *= spec.routed_scaling_factor

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.gpu.cases import CASES, SMALL_CASES, Case
 
 ROOT = Path(__file__).parents[2]
+_IN_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,8 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled() -> None:
-    """Warm deep_gemm's and Triton's caches on disk, one process a case."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Warm deep_gemm's and Triton's caches on disk, one process a case; of several test processes the first does it for all."""
     started = time.perf_counter()
 
     def warm(case: Case) -> str:
@@ -38,12 +40,17 @@ def compiled() -> None:
         )
         return "" if done.returncode == 0 else f"{case.name}:\n{done.stderr[-2000:]}"
 
-    # deep_gemm's kernels for ue8m0 on SM90 are those for fp8_block.
-    cases = [case for case in (*CASES, *SMALL_CASES) if case.fmt != "ue8m0"]
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        failures = [failure for failure in pool.map(warm, cases) if failure]
-    print(f"\ncompiled {len(cases)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
-    assert not failures, "\n".join(failures[:2])
+    shared = tmp_path_factory.getbasetemp().parent if _IN_A_WORKER else tmp_path_factory.getbasetemp()
+    with FileLock(shared / "compiled.lock"):
+        if (shared / "compiled").exists():
+            return
+        # deep_gemm's kernels for ue8m0 on SM90 are those for fp8_block.
+        cases = [case for case in (*CASES, *SMALL_CASES) if case.fmt != "ue8m0"]
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            failures = [failure for failure in pool.map(warm, cases) if failure]
+        _say(f"compiled {len(cases)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
+        assert not failures, "\n".join(failures[:2])
+        (shared / "compiled").touch()
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +58,12 @@ def table() -> Iterator[list[str]]:
     """Lines that are printed when all tests are done."""
     lines: list[str] = []
     yield lines
-    print("\n" + "\n".join(lines))
+    _say("\n".join(lines))
+
+
+def _say(text: str) -> None:
+    """Past the capture of output; a worker of several has only its stderr for it."""
+    print(f"\n{text}", file=sys.__stderr__ if _IN_A_WORKER else None, flush=True)
 
 
 def _path() -> str:

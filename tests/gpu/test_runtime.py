@@ -19,6 +19,9 @@ from graphmoe.errors import BatchTooLarge, BrokenPromise, CaptureError, InvalidI
 from tests.checks import RECIPES, assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
 from tests.gpu.cases import SMALL as SPEC
 
+alone = pytest.mark.alone
+"""Compares free device memory, which other test processes would change."""
+
 
 @pytest.fixture(scope="module")
 def weights(compiled: None) -> ExpertWeights:
@@ -31,6 +34,7 @@ def runtime(weights: ExpertWeights) -> Iterator[MoERuntime]:
         yield made
 
 
+@alone
 def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: list[str]) -> None:
     free = []
     for build in range(22):
@@ -132,6 +136,7 @@ def test_a_first_call_of_any_kind_compiles_nothing(weights: ExpertWeights) -> No
         assert set(_compiled) == before
 
 
+@alone
 def test_a_failure_anywhere_in_a_build_leaves_nothing_and_the_next_build_works(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     from graphmoe.paths.grouped import BoundGrouped
 

@@ -1,0 +1,155 @@
+"""`graphmoe bench`: the whole layer per bucket against the floor that this GPU allows; a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from graphmoe.buckets import BucketLadder
+from graphmoe.cli.console import make_console
+from graphmoe.cli.gpu import measured_gpu
+from graphmoe.cli.options import FORMAT_HELP, format_name
+from graphmoe.cli.plot import figure_class, plot
+from graphmoe.device import arch_of
+from graphmoe.errors import InvalidInput
+from graphmoe.formats import get_format
+from graphmoe.planner import plan as make_plan
+from graphmoe.profile import find_profile
+from graphmoe.provenance import provenance
+from graphmoe.recipe import Recipe
+from graphmoe.spec import model_names, named_spec
+from graphmoe.trial import Batch, Bench, Trial
+
+SCHEMA = "graphmoe.bench/1"
+_COMPARED = ("direct", "gathered", "psum", "masked")
+_DIRECT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe on one bucket and routing; times in microseconds. `floor_us`: see `graphmoe.measure.Ceilings`."""
+
+    tokens: int
+    routing: str
+    path: str
+    recipe: str
+    chosen: bool
+    graph_us: float
+    spread_us: float
+    floor_us: float
+    call_us: float | None
+    launches: int
+    arena_bytes: int
+    worst_row: float
+    active_experts: int
+
+
+def bench(
+    model: Annotated[str, typer.Option(help=f"one of: {', '.join(model_names())}")] = "qwen3-30b-a3b",
+    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
+    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
+    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32,64,128,256,512,1024",
+    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
+    others: Annotated[bool, typer.Option("--others", help="time every path with its default options, too")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write what was measured there")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="draw time against tokens there")] = None,
+    load: Annotated[Path | None, typer.Option("--load", help="draw and print an earlier --json instead of measuring")] = None,
+) -> None:
+    """Measure the card's ceilings, then each bucket's whole layer (x, ids, weights in, y out) as a CUDA graph, L2-cold."""
+    console = make_console()
+    if png is not None:
+        figure_class()  # its absence is told before minutes of measuring
+    measured = _read(load) if load is not None else _measure(model, tp, ep, buckets, fmt, others)
+    console.print(f"{measured['title']}: {measured['provenance']['device']}, {measured['ceilings']}")
+    console.print(_table([Row(**row) for row in measured["rows"]]))
+    console.print(
+        "floor: reading the active experts' weights once at the measured bandwidth, or their products at the measured rate; * auto's choice"
+    )
+    if json_path is not None:
+        _write(measured, json_path)
+    if png is not None:
+        plot(measured["title"], [Row(**row) for row in measured["rows"]], png)
+
+
+def _measure(model: str, tp: int, ep: int, buckets: str, fmt: str, others: bool) -> dict[str, Any]:
+    device, name = measured_gpu()
+    fmt = format_name(fmt)
+    spec, ladder = named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor), BucketLadder.of(buckets)
+    profile = find_profile(spec, fmt, name)
+    chosen = {bucket.tokens: bucket.recipe for bucket in make_plan(spec, ladder, fmt=fmt, arch=arch_of(device), profile=profile).buckets}
+    bench = Bench(spec, fmt, device)
+    rows: list[Row] = []
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("measuring", total=len(chosen))
+        for tokens, recipe in chosen.items():
+            batches = bench.batches(tokens)
+            rivals = [Recipe(path) for path in _COMPARED if others and path != recipe.path and (path != "direct" or tokens <= _DIRECT_TOKENS)]
+            for candidate in (recipe, *rivals):
+                rows += _rows(bench.run(candidate, batches, calls=candidate == recipe), batches, tokens, candidate == recipe)
+            bar.advance(task)
+    ceilings = f"{bench.ceilings.read_bandwidth / 1e12:.2f} TB/s read, {bench.ceilings.matmul_flops / 1e12:.0f} TFLOP/s dense {fmt}"
+    facts = {**provenance(device), "date": f"{datetime.now(UTC):%Y-%m-%d}", "profile": profile.title if profile else "none"}
+    title = f"{model}{f' tp={tp}' if tp > 1 else ''}{f' ep={ep}' if ep > 1 else ''}, {fmt}"
+    return {"schema": SCHEMA, "title": title, "provenance": facts, "ceilings": ceilings, "rows": [asdict(row) for row in rows]}
+
+
+def _rows(trial: Trial, batches: list[Batch], tokens: int, chosen: bool) -> list[Row]:
+    if trial.refused:
+        print(f"T={tokens} {trial.recipe}: {trial.refused}", file=sys.stderr)
+    active = {batch.name: sum(count > 0 for count in batch.counts) for batch in batches}
+    call = None if trial.call is None else trial.call.median_us
+    return [
+        Row(
+            tokens, name, trial.recipe.path, str(trial.recipe), chosen, time.median_us, time.spread_us, floor, call,
+            trial.launches, trial.arena_bytes, trial.worst_row, active[name],
+        )
+        for name, time, floor in trial.times
+    ]  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        measured: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} is not a measurement of graphmoe bench: {error}") from error
+    if not isinstance(measured, dict) or measured.get("schema") != SCHEMA:
+        raise InvalidInput(f"{path} has no schema {SCHEMA!r}: it is not a measurement of this graphmoe bench")
+    try:
+        for row in measured["rows"]:
+            Row(**row)
+        missing = {"title", "ceilings", "provenance"} - measured.keys() or {"device"} - measured["provenance"].keys()
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InvalidInput(f"{path} lacks or misspells a field of a measurement: {error}") from error
+    if missing:
+        raise InvalidInput(f"{path} lacks {', '.join(sorted(missing))} of a measurement")
+    return measured
+
+
+def _write(measured: dict[str, Any], path: Path) -> None:
+    try:
+        path.write_text(json.dumps(measured, indent=1) + "\n")
+    except OSError as error:
+        raise InvalidInput(f"the measurement cannot be written to {path}: {error.strerror}") from error
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="graph: one replay of the layer; call: staging and launch from Python, too", title_justify="left")
+    for column in ("T", "routing", "experts", "path", "graph us", "+-", "graph/floor", "call us", "tokens/ms", "kernels", "arena MiB", "worst row"):
+        table.add_column(column, justify="left" if column in ("routing", "path") else "right")
+    for row in rows:
+        call = "" if row.call_us is None else f"{row.call_us:.1f}"
+        table.add_row(
+            str(row.tokens), row.routing, str(row.active_experts), ("* " if row.chosen else "  ") + row.path, f"{row.graph_us:.1f}",
+            f"{row.spread_us:.1f}", f"{row.graph_us / row.floor_us:.2f}", call, f"{row.tokens / row.graph_us * 1e3:.0f}",
+            str(row.launches), f"{row.arena_bytes / 2**20:.1f}", f"{row.worst_row:.4f}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,44 @@
+"""What the subcommands share of their options: names of formats and paths, and errors in the words of the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from graphmoe.formats import FORMATS, get_format
+from graphmoe.paths import PATHS
+from graphmoe.recipe import Recipe
+
+FORMAT_HELP = f"one of: {', '.join(FORMATS)} (fp8 is short for fp8_block)"
+PATH_HELP = f"auto, or one of: {', '.join(PATHS)}; with options: psum:block_e=128"
+
+_SHORT = {"fp8": "fp8_block"}
+_KEYWORDS = {"path": "--path", "fmt": "--format", "device": "--device", "tp": "--tp", "ep": "--ep"}
+
+
+def format_name(text: str) -> str:
+    """The registered name of a format given on the command line.
+
+    Raises:
+        UnsupportedShape: an unknown format.
+    """
+    return get_format(_SHORT.get(text, text)).name
+
+
+def short(recipe: Recipe) -> str:
+    """A recipe in a table's cell: with its option if it has one, without them if it has many."""
+    return str(recipe) if len(recipe.options) == 1 else recipe.path
+
+
+def in_options(message: str) -> str:
+    """An error's message with the keywords of the library as the options that set them: `path='psum'` -> `--path psum`."""
+    message = re.sub(r"\b(path|fmt|device)='([\w:]+)'", lambda found: f"{_KEYWORDS[found[1]]} {found[2]}", message)
+    message = re.sub(r"\bweights\.requantize\('(\w+)'\)", r"--format \1", message)
+    message = re.sub(r"\b(tp|ep)=(-?\d+)", lambda found: f"{_KEYWORDS[found[1]]} {found[2]}", message)
+    message = re.sub(r"max_arena_bytes must be at least (\d+)", lambda found: f"--max-arena-gib must be at least {_gib(int(found[1]))}", message)
+    return message.replace("max_arena_bytes", "--max-arena-gib")
+
+
+def _gib(nbytes: int) -> str:
+    """Rounded up, so that it is enough."""
+    return f"{math.ceil(nbytes / 2**30 * 1000) / 1000:g}"
