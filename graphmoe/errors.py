@@ -18,7 +18,8 @@
     │   ├── InvalidInput                       a call's tensor has the wrong shape, dtype, device or stride
     │   └── BatchTooLarge                      more tokens than the largest bucket
     ├── RuntimeClosed           (RuntimeError) a call after close()
-    └── CaptureError            (RuntimeError) the captured graph is not what the plan promised
+    ├── CaptureError            (RuntimeError) the captured graph is not what the plan promised
+    └── VerifyFailed            (RuntimeError) a verified call was wrong; the message reproduces it
 
 `BrokenPromise` is a warning, not an error: a token's expert ids broke `distinct_topk`; its output is NaN.
 """
@@ -98,6 +99,10 @@ class RuntimeClosed(GraphMoEError, RuntimeError):
 
 class CaptureError(GraphMoEError, RuntimeError):
     """The captured graph is not what the plan promised."""
+
+
+class VerifyFailed(GraphMoEError, RuntimeError):
+    """A call that `graphmoe verify` made was wrong; the message reproduces it."""
 
 
 class BrokenPromise(UserWarning):

@@ -17,8 +17,8 @@ from graphmoe.paths import get_path
 from graphmoe.recipe import Recipe
 from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.runtime import MoERuntime
+from graphmoe.samples import random_inputs, random_weights, routing
 from graphmoe.spec import MoESpec
-from graphmoe.weights import ExpertWeights
 
 LAYERS = 6
 """Layers of a rotation: between two reads of one weight the others push it out of the L2 cache."""
@@ -89,24 +89,20 @@ class Bench:
         self._seed = seed
         self.ceilings = Ceilings.measure(fmt, device)
         self._oracles: dict[tuple[int, str, Rounding | None], Tensor] = {}
-        self.layers = [_random_weights(spec, fmt, device, seed + layer) for layer in range(LAYERS)]
+        self.layers = [random_weights(spec, fmt, seed=seed + layer, device=device) for layer in range(LAYERS)]
 
     def batches(self, tokens: int) -> list[Batch]:
         """A balanced and a Zipf-like routing; where no expert of this rank is hit, the first token's first slot is given one."""
         made = []
-        for number, (name, skew) in enumerate((("balanced", 0.0), ("zipf", 1.0))):
-            generator = torch.Generator(device=self.device).manual_seed(self._seed + 10 * tokens + number)
-            spec = self.spec
-            ranks = torch.rand(spec.num_experts, generator=generator, device=self.device).argsort().float()
-            gumbel = -(-torch.rand(tokens, spec.num_experts, generator=generator, device=self.device).clamp(1e-9, 1 - 1e-7).log()).log()
-            ids = (gumbel - skew * (1 + ranks).log()).topk(spec.top_k).indices - spec.expert_offset
-            if not bool(((ids >= 0) & (ids < spec.num_local_experts)).any()):
+        for name in ("balanced", "zipf"):
+            seed = self._seed + 10 * tokens
+            ids = routing(name, self.spec, tokens, seed=seed, device=self.device)
+            if not bool(((ids >= 0) & (ids < self.spec.num_local_experts)).any()):
                 ids[0, 0] = 0
-            x = torch.randn(tokens, spec.hidden_size, generator=generator, device=self.device).bfloat16()
-            weights = torch.rand(tokens, spec.top_k, generator=generator, device=self.device) + 0.5
-            counts = bounds.expert_counts(ids.cpu().numpy(), spec.num_local_experts)
+            x, weights = random_inputs(self.spec, tokens, seed=seed, device=self.device)
+            counts = bounds.expert_counts(ids.cpu().numpy(), self.spec.num_local_experts)
             floor = self.ceilings.floor_us(self.layers[0], counts)
-            made.append(Batch(name, x, ids, weights / weights.sum(-1, keepdim=True), tuple(counts), floor))
+            made.append(Batch(name, x, ids, weights, tuple(counts), floor))
         return made
 
     def run(self, recipe: Recipe, batches: Sequence[Batch], *, repeats: int = 15, calls: bool = False) -> Trial:
@@ -147,14 +143,3 @@ class Bench:
             if (tokens, batch.name, each) not in self._oracles:
                 self._oracles[tokens, batch.name, each] = moe_layer(*inputs, self.layers[0], rounding=each)
         return rows, self._oracles[tokens, batch.name, rounding], self._oracles[tokens, batch.name, None]
-
-
-def _random_weights(spec: MoESpec, fmt: str, device: torch.device, seed: int) -> ExpertWeights:
-    """Experts of about unit gain, quantised one at a time."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-    w13, w2 = (
-        torch.empty(e, rows, columns, dtype=torch.bfloat16, device=device).normal_(0.0, columns**-0.5, generator=generator)
-        for rows, columns in ((2 * i, h), (h, i))
-    )
-    return ExpertWeights.from_bf16(spec, w13, w2, fmt=fmt)

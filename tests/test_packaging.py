@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "sharding", "profile"),
     ("loading",),
     ("weights", "planner", "convert"),
+    ("samples",),
     ("arena", "measure"),
     ("step",),
     ("audit",),
@@ -41,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("call",),
     ("provenance",),
     ("runtime",),
-    ("trial",),
+    ("trial", "verify"),
     ("tuning",),
     ("decode",),
     ("__init__",),
@@ -52,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 IMPORTERS = {
     "kernels": {"kernels", "build", "paths", "gemm", "dispatch", "decode"},
-    "reference": {"reference", "build", "trial", "decode", "measure", "integrations", "cli"},
+    "reference": {"reference", "build", "trial", "verify", "decode", "measure", "integrations", "cli"},
     "cli": {"cli", "__main__"},
 }
 """Kernels and their twins are reached through what binds them, so that planning needs neither; the command line is nobody's library."""

@@ -239,6 +239,13 @@ def test_refused_recipes_are_ignored_but_counted() -> None:
     assert all(repeats == bench.runs[0][1] for recipe, repeats in bench.runs if time_of(recipe) is None), "a refused recipe is not measured again"
 
 
+def test_of_many_recipes_the_only_one_that_works_wins() -> None:
+    bench = FakeBench(lambda recipe: (12.0, 24.0) if recipe.path == "masked" else None)
+    record, _ = tune(bench, 512)  # type: ignore[arg-type]
+    assert record.recipe == Recipe("masked", row_tile=128)
+    assert len(bench.runs) == len(bench.tried) + 1
+
+
 def test_nothing_that_works_is_an_error_that_says_why() -> None:
     with pytest.raises(GraphMoEError, match=r"no recipe works at 512 tokens: .*masked row_tile=128: masked does not run.*psum does not run"):
         tune(FakeBench(lambda _: None), 512)  # type: ignore[arg-type]
@@ -328,6 +335,8 @@ def test_batches_are_top_k_routings_of_the_whole_model_that_hit_this_rank(spec: 
         assert batch.x.shape == (tokens, spec.hidden_size)
         assert batch.topk_ids.shape == batch.topk_weights.shape == (tokens, spec.top_k)
         assert torch.allclose(batch.topk_weights.sum(-1), torch.ones(tokens))
+        assert -spec.expert_offset <= int(batch.topk_ids.min())
+        assert int(batch.topk_ids.max()) < spec.num_experts - spec.expert_offset
         here = [[i for i in row if 0 <= i < spec.num_local_experts] for row in batch.topk_ids.tolist()]
         assert all(len(set(row)) == len(row) for row in here), "a token names an expert twice"
         assert list(batch.counts) == [sum(row.count(expert) for row in here) for expert in range(spec.num_local_experts)]

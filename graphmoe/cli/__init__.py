@@ -14,6 +14,7 @@ from graphmoe.cli.demo import demo
 from graphmoe.cli.options import in_options
 from graphmoe.cli.plan import plan
 from graphmoe.cli.tune import tune
+from graphmoe.cli.verify import verify
 from graphmoe.errors import GraphMoEError
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command()(plan)
 app.command()(convert)
 app.command()(tune)
 app.command()(bench)
+app.command()(verify)
 
 
 def main() -> None:

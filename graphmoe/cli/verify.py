@@ -1,0 +1,73 @@
+"""`graphmoe verify`: on this machine, that changed routings, poisoned scratch and guard bands show no wrong token in any path."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from graphmoe.buckets import BucketLadder
+from graphmoe.cli.console import make_console
+from graphmoe.cli.demo import SPEC as SMALL
+from graphmoe.cli.options import FORMAT_HELP, PATH_HELP, format_name
+from graphmoe.device import arch_of, resolve_device
+from graphmoe.formats import get_format
+from graphmoe.paths import PATHS
+from graphmoe.recipe import Recipe
+from graphmoe.spec import MoESpec, model_names, named_spec
+from graphmoe.verify import Case, Verifier, soak
+from graphmoe.verify import verify as verify_calls
+
+
+def verify(
+    model: Annotated[str | None, typer.Option(help=f"one of: {', '.join(model_names())}; without one, the demo's small layer")] = None,
+    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
+    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
+    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,4,16,64",
+    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
+    path: Annotated[str | None, typer.Option(help=f"{PATH_HELP}; without one, every path that can run here")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    examples: Annotated[int, typer.Option(help="calls per path")] = 500,
+    seed: Annotated[int, typer.Option(help="of the order of calls")] = 0,
+    soak_minutes: Annotated[float, typer.Option("--soak", help="minutes of two threads on each of two runtimes at once")] = 0.0,
+    reproduce: Annotated[str | None, typer.Option(help="one case, as a failure prints it; needs --path")] = None,
+) -> None:
+    """Call each path with routings that change every time, and hold every output against an oracle and against its own first bits."""
+    fmt = format_name(fmt)
+    place = resolve_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    spec = SMALL if model is None else named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor)
+    ladder, console = BucketLadder.of(buckets), make_console()
+    recipes = [Recipe.of(path)] if path else _every_path(spec, fmt, arch_of(place))
+    console.print(f"{model or 'small layer'}, {fmt}, buckets {', '.join(map(str, ladder.sizes))}, on {place}: {examples} calls a path, seed {seed}")
+    for recipe in recipes:
+        verifier = Verifier(spec, fmt, ladder, recipe, place)
+        try:
+            if reproduce is not None:
+                verifier.run(Case.parse(reproduce))
+                console.print(f"{recipe}: {reproduce}: right")
+                continue
+            started = time.perf_counter()
+            with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+                task = bar.add_task(str(recipe), total=examples)
+                verify_calls(verifier, examples, seed=seed, done=lambda bar=bar, task=task: bar.advance(task))  # type: ignore[misc]
+            console.print(
+                f"{recipe}: {verifier.calls} calls, 0 failures, worst row off by {verifier.worst:.4f} of its norm, {time.perf_counter() - started:.1f} s"
+            )
+        finally:
+            verifier.close()
+    if soak_minutes and reproduce is None:
+        pair = [Verifier(spec, fmt, ladder, recipe, place) for recipe in (recipes[0], recipes[-1])]
+        calls = soak(pair, soak_minutes * 60, seed=seed)
+        console.print(f"soak: {calls} calls of four threads on two runtimes ({recipes[0]}; {recipes[-1]}) in {soak_minutes:g} minutes, 0 failures")
+        for verifier in pair:
+            verifier.close()
+
+
+def _every_path(spec: MoESpec, fmt: str, arch: str) -> list[Recipe]:
+    weight_format = get_format(fmt).on(arch)
+    return [Recipe(name) for name, path in PATHS.items() if path.supports(spec, weight_format, arch) is None]
