@@ -25,6 +25,7 @@ from graphmoe.paths import get_path
 from graphmoe.paths.base import BoundPath
 from graphmoe.planner import Plan
 from graphmoe.step import step
+from graphmoe.watch import WeightWatch
 from graphmoe.weights import ExpertWeights
 
 
@@ -67,6 +68,10 @@ class Built:
     static: dict[str, Tensor] = field(default_factory=dict)
     flag: StickyFlag = field(init=False)
     weights: list[ExpertWeights] = field(default_factory=list)
+    watches: list[WeightWatch] = field(default_factory=list)
+    """One a layer."""
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """By bucket: its views of the arena."""
     buckets: dict[int, Bucket] = field(default_factory=dict)
     graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
     """By (layer, bucket); empty on the CPU."""
@@ -86,12 +91,14 @@ class Built:
         self.graphs.clear()
         self.buckets.clear()
         self.weights.clear()
-        self.static.clear()
+        self.watches.clear()
+        self.buffers = {}
+        self.static = {}
         for name in ("arena", "flag"):
             vars(self).pop(name, None)  # a build may have failed before it had them
 
 
-def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool) -> Built:
+def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool, over: Built | None = None) -> Built:
     """Allocate, bind, warm up and capture everything that a plan says.
 
     Args:
@@ -99,6 +106,7 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
         weights: one a layer, on any device.
         device: a resolved device.
         progress: show a progress bar while capturing (only on a terminal).
+        over: something built of the same plan, whose memory is used instead of more; it keeps working, one of both at a time.
 
     Raises:
         MissingBackend, WrongBackend, CaptureError; nothing is left allocated.
@@ -110,8 +118,9 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
     ops, gemm = _backend(plan, device)
     built = Built(plan, device, ops)
     try:
-        _allocate(built)
+        _allocate(built, over)
         built.weights += [one.to(device).prepared(plan.arch) for one in weights]
+        built.watches += [WeightWatch(layer, *pair) for layer, pair in enumerate(zip(weights, built.weights, strict=True))]
         _bind(built, gemm)
         if device.type == "cuda":
             _capture(built, progress)
@@ -123,12 +132,17 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
     return built
 
 
-def _allocate(built: Built) -> None:
+def _allocate(built: Built, over: Built | None) -> None:
+    if over is not None:
+        built.arena, built.static, built.flag, built.buffers = over.arena, over.static, over.flag, over.buffers
+        return
     built.arena = arena = Arena(built.plan, built.device)
     built.static = {buffer.name: arena.view(buffer) for buffer in built.plan.static}
     built.static["flags"].zero_()
     built.static["topk_ids"].fill_(-1)
     built.flag = StickyFlag(built.static["flags"])
+    for bucket in built.plan.buckets:
+        built.buffers[bucket.tokens] = {"flags": built.static["flags"], **{buffer.name: arena.view(buffer) for buffer in bucket.buffers}}
 
 
 def _bind(built: Built, gemm: GroupedGemm | None) -> None:
@@ -136,7 +150,7 @@ def _bind(built: Built, gemm: GroupedGemm | None) -> None:
     fmt = get_format(plan.fmt).on(plan.arch)
     for bucket in plan.buckets:
         t = bucket.tokens
-        buffers = {"flags": static["flags"], **{buffer.name: built.arena.view(buffer) for buffer in bucket.buffers}}
+        buffers = built.buffers[t]
         path = get_path(bucket.recipe.path)
         bound = tuple(path.bind(plan.spec, fmt, t, bucket.options, buffers, one, built.ops, gemm) for one in built.weights)
         built.buckets[t] = Bucket(StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t]), static["y"][:t], bound)

@@ -192,7 +192,7 @@ class TensorFile:
     def append(self, key: str, piece: Tensor | bytes) -> None:
         """Write a tensor's next bytes: a contiguous tensor on the CPU, or bytes as another file stores them."""
         self._file.seek(8 + self._room + self._next[key])
-        self._next[key] += self._file.write(piece if isinstance(piece, bytes) else piece.view(torch.uint8).numpy())
+        self._next[key] += self._file.write(piece if isinstance(piece, bytes) else piece.view(torch.uint8).numpy().data)
 
     def finish(self, metadata: Mapping[str, str]) -> None:
         """Write the header; before it the file is none that could be read."""
@@ -244,13 +244,12 @@ def write_tensors(
             lost = [key for key, file_name in kept.items() if file_name == name]
             if lost:
                 raise CheckpointError(
-                    f"{path} also holds {some(lost)}, which a new file of that name would lose; move them to another file, or save to another directory"
+                    f"{path} also holds {some(lost)}, which a new file of that name would lose; move them to another file, or save elsewhere"
                 )
             in_part = [key for key in kept if key.startswith(tuple(refuses))]
             if in_part:
                 raise CheckpointError(
-                    f"{folder} holds {some(in_part)}: experts in one tensor, of which this would replace a part; save all experts of the layer, or "
-                    "save to another directory"
+                    f"{folder} holds {some(in_part)}: experts in one tensor, of which this would replace a part; save all experts, or elsewhere"
                 )
             write_index(folder, kept | dict.fromkeys(tensors, name), rest=data, staged={name: temporary})
     return path

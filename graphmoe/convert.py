@@ -7,28 +7,55 @@ written, and NaN or infinity as they are met.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphmoe.checkpoint import INDEX_NAME, SCALE_SUFFIX, CheckpointReader, make_directory, read_metadata, write_file, write_index
+from graphmoe.checkpoint import (
+    INDEX_NAME,
+    SCALE_SUFFIX,
+    CheckpointReader,
+    TensorFile,
+    beside,
+    locked,
+    make_directory,
+    read_metadata,
+    remove_leftovers,
+    some,
+    write_index,
+)
 from graphmoe.errors import CheckpointError
 from graphmoe.formats import BLOCK, fp8_block, get_format, ue8m0
 from graphmoe.formats.fp8_block import dequantize_weight
-from graphmoe.loading import SCALE_DTYPES, is_finite, some
+from graphmoe.loading import SCALE_DTYPES, is_finite
 
 _MARK = "graphmoe.convert"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?:\d+\.(?:gate_proj|up_proj|down_proj)\.weight|gate_up_proj|down_proj)$")
 _NOT_COPIED = (".safetensors", ".tmp", ".lock")
 _CONFIG = "config.json"
+_STATED = ("quantization_config", "compression_config")
+_UNDERSTOOD = {"quant_method": ("fp8",), "weight_block_size": (None, [BLOCK, BLOCK]), "activation_scheme": (None, "dynamic")}
+_LOCK = ".graphmoe.convert.lock"
+_WIDEST = 2.2250738585072014e-308
+"""No float takes more characters in JSON."""
+
+PIECE = 1 << 18
+"""Elements that are converted at a time, in whole rows of blocks: of wide matrices the 128 rows that share their scales, be they more."""
+
+
+def peak_bytes(columns: int) -> int:
+    """Host memory that a conversion takes at most, if no matrix is wider: 32 MiB up to 2048 columns."""
+    return 128 * max(PIECE, BLOCK * columns)
 
 
 @dataclass(frozen=True)
@@ -49,16 +76,36 @@ class ConvertedFile:
     errors: tuple[TensorError, ...]
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One file to convert.
+
+    Attributes:
+        name: of the file, in the source as in the result.
+        keys: the source's tensors that count in it.
+        made_from: what a finished file's mark must say: the format, these keys, and every file that they and their scales are in.
+        layout: safetensors dtype and shape of each tensor of the result.
+    """
+
+    name: str
+    keys: list[str]
+    made_from: dict[str, Any]
+    layout: dict[str, tuple[str, tuple[int, ...]]]
+
+
 def convert_checkpoint(
-    source: Path, target: Path, fmt: str, progress: Callable[[str, int, int], None] = lambda name, done, total: None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    fmt: str,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> list[ConvertedFile]:
     """Convert every file of `source` into `target`.
 
-    A file that an earlier, interrupted run of the same conversion finished is kept. Peak host memory is below twice the largest file of the result
-    plus 64 bytes an element of the largest matrix (its temporaries in float64).
+    A file that an earlier, interrupted run of the same conversion finished is kept. Peak host memory does not grow with files or tensors: it is below
+    `peak_bytes` of the widest matrix (128 bytes an element of 128 rows, at least 32 MiB), beside the files' headers.
 
     Args:
-        source: a checkpoint directory, with or without an index; not changed. Its top-level files count, not its folders.
+        source: a checkpoint directory, with or without an index; not changed. Its top-level files count, and those that its index names.
         target: another directory; made if absent. It may hold what an interrupted run of this conversion left, and no other files.
         fmt: `"fp8_block"`, `"ue8m0"` or `"bf16"`.
         progress: called with (file name, tensors done, tensors in all files) as the work goes on.
@@ -66,57 +113,45 @@ def convert_checkpoint(
     Raises:
         CheckpointError: a checkpoint (or its `config.json`) that cannot be read; a scale without its weight, of another shape or dtype; no weight
             that this converts, or quantised ones that it does not know; experts that the format cannot store; a `target` that is `source`, a
-            file, or holds other files: nothing is written then. NaN, infinity or a negative scale, with the tensor's name: the files that were
-            finished before stay.
+            file, holds other files, or is being written by another process: nothing is written then. NaN, infinity or a negative scale, with the
+            tensor's name: the files that were finished before stay.
         UnsupportedShape: an unknown format.
     """
     get_format(fmt)
+    source, target = Path(source), Path(target)
     if source.resolve() == target.resolve():
         raise CheckpointError(f"the result cannot replace its source {source}; give another directory")
-    results: list[ConvertedFile] = []
-    weight_map: dict[str, str] = {}
     with CheckpointReader(source) as reader:
         files = sorted(reader.by_file().items())
-        absent = [name for name, _ in files if not (source / name).is_file()]
+        names = [name for name, _ in files]
+        outside = [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
+        if outside:
+            raise CheckpointError(f"{source}: the index names {some(outside)}, outside of the directory; move what is meant into it")
+        absent = [name for name in names if not (source / name).is_file()]
         if absent:
             raise CheckpointError(f"{source}: the index names {some(absent)}, not there; fetch what is missing first")
         config = _read_config(source / _CONFIG)
         _judge(reader, fmt)
-        _refuse_strangers(source, target, fmt, [name for name, _ in files])
-        total = sum(len(keys) for _, keys in files)
-        done = 0
-        for name, keys in files:
-            origin = (source / name).stat()
-            made_from = {"fmt": fmt, "size": origin.st_size, "mtime_ns": origin.st_mtime_ns}
-            errors = _finished(target / name, made_from)
-            found = errors is not None
-            if errors is None:
-                tensors: dict[str, Tensor] = {}
-                errors = []
-                for key in keys:
-                    part, error = _convert(reader, key, fmt)
-                    tensors |= part
-                    errors += error
-                    done += 1
-                    progress(name, done, total)
-                mark = json.dumps({"made_from": made_from, "errors": [asdict(error) for error in errors]})
-                write_file(target / name, tensors, metadata={_MARK: mark})
-            else:
-                done += len(keys)
-                progress(name, done, total)
-            with CheckpointReader(target, files=[name]) as written:
-                weight_map |= dict.fromkeys(written.keys(), name)
-            results.append(ConvertedFile(name, found, tuple(errors)))
-    write_index(target, weight_map)
-    _copy_the_rest(source, target)
-    if config is not None:
-        _set_quantisation(config, fmt, weight_map)
-        _write_text(target / _CONFIG, json.dumps(config, indent=2))
+        jobs = [_job(reader, name, keys, fmt) for name, keys in files]
+        _judge_target(source, target, fmt, names)
+        make_directory(target)
+        with locked(target / _LOCK, wait=False):
+            for folder in {(target / name).parent for name in names} | {target}:
+                remove_leftovers(folder)
+            results = _convert_files(reader, jobs, target, fmt, progress)
+            weight_map = {key: job.name for job in jobs for key in job.layout}
+            write_index(target, weight_map)
+            _copy_the_rest(source, target)
+            if config is not None:
+                _set_quantisation(config, fmt, weight_map)
+                with beside(target / _CONFIG) as temporary:
+                    temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")
+                    temporary.replace(target / _CONFIG)
     return results
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """The model's `config.json`, None without one. Its `quantization_config` is replaced, so it must be one that this understands."""
+    """The model's `config.json`, None without one. A quantisation that it states is replaced, so it must be one that this understands."""
     if not path.is_file():
         return None
     try:
@@ -125,14 +160,28 @@ def _read_config(path: Path) -> dict[str, Any] | None:
             raise TypeError(f"it holds a {type(config).__name__}, not an object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; take it from the original checkpoint, or remove it") from error
-    stated = config.get("quantization_config") or {}
-    method, block = (stated.get("quant_method", "fp8"), stated.get("weight_block_size")) if isinstance(stated, dict) else (stated, None)
-    if method != "fp8" or block not in (None, [BLOCK, BLOCK]):
-        raise CheckpointError(
-            f"{path}: quantization_config says quant_method={method!r}, weight_block_size={block}; convert knows BF16 and "
-            f"'fp8' in blocks of [{BLOCK}, {BLOCK}] with weight_scale_inv; nothing written"
-        )
+    for stating in _stating(config):
+        for name in _STATED:
+            stated = stating.get(name) or {"quant_method": "fp8"}
+            found = stated if isinstance(stated, dict) else {"quant_method": stated}
+            odd = [f"{field}={found.get(field)!r}" for field, good in _UNDERSTOOD.items() if found.get(field) not in good]
+            if odd:
+                raise CheckpointError(
+                    f"{path}: {name} says {', '.join(odd)}; convert knows BF16 and 'fp8' in blocks of [{BLOCK}, {BLOCK}] with weight_scale_inv; "
+                    "nothing written"
+                )
     return config
+
+
+def _stating(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects in a config that state a quantisation: itself, or those nested in it (`text_config`)."""
+    found, ahead = [], [config]
+    while ahead:
+        part = ahead.pop()
+        if any(name in part for name in _STATED):
+            found.append(part)
+        ahead += [value for name, value in part.items() if isinstance(value, dict) and name not in _STATED]
+    return found
 
 
 def _judge(reader: CheckpointReader, fmt: str) -> None:
@@ -191,28 +240,99 @@ def _judge_expert(key: str, shape: tuple[int, ...], fmt: str) -> list[str]:
     return []
 
 
-def _refuse_strangers(source: Path, target: Path, fmt: str, names: Iterable[str]) -> None:
-    """Refuse a target with files that are not what an earlier run of this conversion left."""
+def _job(reader: CheckpointReader, name: str, keys: list[str], fmt: str) -> _Job:
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    files = {name}
+    for key in keys:
+        shape, dtype = reader.describe(key)
+        if key.endswith(SCALE_SUFFIX):  # goes where its weight goes
+            continue
+        if key + SCALE_SUFFIX in reader:
+            files.add(reader.file_of(key + SCALE_SUFFIX))
+        if not _converts(reader, key, fmt):
+            layout[key] = dtype, shape
+        elif fmt == "bf16":
+            layout[key] = "BF16", shape
+        else:
+            layout[key] = "F8_E4M3", shape
+            blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+            layout[key + SCALE_SUFFIX] = "F8_E8M0" if fmt == "ue8m0" else "F32", blocks
+    stats = {file: (reader.directory / file).stat() for file in sorted(files)}
+    made_from = {
+        "fmt": fmt,
+        "keys": hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest(),
+        "files": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
+    }
+    return _Job(name, keys, made_from, layout)
+
+
+def _converts(reader: CheckpointReader, key: str, fmt: str) -> bool:
+    """Whether a weight is converted: quantised ones are, and BF16 ones of experts where the format is another."""
+    return key + SCALE_SUFFIX in reader or (fmt != "bf16" and _EXPERT.search(key) is not None)
+
+
+def _judge_target(source: Path, target: Path, fmt: str, names: list[str]) -> None:
+    """Refuse a target with files that are not what an earlier run of this conversion left, or that the result could not replace."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, not a directory; give a directory for the result")
     if not target.is_dir():
         return
+    originals = {(source / name).parent.resolve() / Path(name).name for name in names}
+    for name in [*names, INDEX_NAME, _CONFIG, *(path.name for path in _the_rest(source))]:
+        path = target / name
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a directory, where a file of the result must be written; remove it")
+        folder = path.parent.resolve()
+        if not folder.is_relative_to(target.resolve()) or folder / path.name in originals:
+            raise CheckpointError(f"{path} leads to {folder / path.name}, outside of the result or into its source; give another directory")
     present = [path for path in sorted(target.iterdir()) if path.is_file() and not path.name.endswith((".tmp", ".lock"))]
-    ours = {path.name for path in present if path.name in set(names) and _mark(path).get("made_from", {}).get("fmt") == fmt}
+    present += [target / name for name in names if "/" in name and (target / name).is_file()]
+    ours = {path for path in present if path.relative_to(target).as_posix() in names and _mark(path).get("made_from", {}).get("fmt") == fmt}
     if ours:
-        ours |= {INDEX_NAME, _CONFIG, *(path.name for path in _the_rest(source))}
-    strangers = [path.name for path in present if path.name not in ours]
+        ours |= {target / INDEX_NAME, target / _CONFIG, *(target / path.name for path in _the_rest(source))}
+    strangers = [path.relative_to(target).as_posix() for path in present if path not in ours]
     if strangers:
         raise CheckpointError(
             f"{target} holds {some(strangers)}, which a conversion of {source} to {fmt!r} did not make; give an empty directory, or remove them"
         )
 
 
+def _convert_files(
+    reader: CheckpointReader, jobs: list[_Job], target: Path, fmt: str, progress: Callable[[str, int, int], None]
+) -> list[ConvertedFile]:
+    results = []
+    done, total = 0, sum(len(job.keys) for job in jobs)
+    for job in jobs:
+        errors = _finished(target / job.name, job.made_from)
+        found = errors is not None
+        if errors is None:
+            longest = [TensorError(_layer(key), key, _WIDEST) for key in job.keys if _converts(reader, key, fmt)]
+            errors = []
+            with beside(target / job.name) as temporary:
+                with TensorFile(temporary, job.layout, _marked(job.made_from, longest)) as file:
+                    for key in job.keys:
+                        errors += _convert(reader, key, fmt, file)
+                        done += 1
+                        progress(job.name, done, total)
+                    file.finish(_marked(job.made_from, errors))
+                temporary.replace(target / job.name)
+        else:
+            done += len(job.keys)
+            progress(job.name, done, total)
+        results.append(ConvertedFile(job.name, found, tuple(errors)))
+    return results
+
+
+def _marked(made_from: dict[str, Any], errors: list[TensorError]) -> dict[str, str]:
+    """The metadata of a finished file."""
+    return {_MARK: json.dumps({"made_from": made_from, "errors": [asdict(error) for error in errors]})}
+
+
 def _mark(path: Path) -> dict[str, Any]:
     """What `convert_checkpoint` noted in a file's header; empty if it did not make the file."""
     try:
         mark = json.loads(read_metadata(path).get(_MARK, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return mark if isinstance(mark, dict) and isinstance(mark.get("made_from"), dict) else {}
 
@@ -220,44 +340,55 @@ def _mark(path: Path) -> dict[str, Any]:
 def _finished(path: Path, made_from: dict[str, Any]) -> list[TensorError] | None:
     """The errors that a finished file recorded, if it was made from this source in this format; else None."""
     mark = _mark(path) if path.is_file() else {}
+    if mark.get("made_from") != made_from:
+        return None
     try:
-        return [TensorError(**error) for error in mark["errors"]] if mark.get("made_from") == made_from else None
-    except (KeyError, TypeError):  # another version's note
+        return [TensorError(int(error["layer"]), str(error["key"]), float(error["relative_error"])) for error in mark["errors"]]
+    except (KeyError, TypeError, ValueError):  # not a note of ours
         return None
 
 
-def _convert(reader: CheckpointReader, key: str, fmt: str) -> tuple[dict[str, Tensor], list[TensorError]]:
-    """What becomes of one tensor. A weight takes its scale along, whatever file that was in."""
+def _convert(reader: CheckpointReader, key: str, fmt: str, file: TensorFile) -> list[TensorError]:
+    """Write what becomes of one tensor, piece by piece. A weight takes its scale along, whatever file that was in."""
     if key.endswith(SCALE_SUFFIX):
-        return {}, []
-    weight = reader.read(key)
-    scale = reader.read(key + SCALE_SUFFIX) if key + SCALE_SUFFIX in reader else None
-    expert = _EXPERT.search(key) is not None
-    if scale is None and (fmt == "bf16" or not expert):
-        if expert and not is_finite(weight):
-            raise _not_finite(reader, key)
-        return {key: weight}, []
-    if weight.dim() == 2:
-        new, new_scale, moved, size = _convert_matrix(reader, key, weight, scale, fmt)
-        # Kept results must not lie between the temporaries that made them: the heap could give nothing back.
-        new = new.clone()
-    else:  # fused experts, one at a time
-        matrices = [_convert_matrix(reader, f"{key}[{e}]", one, None if scale is None else scale[e], fmt) for e, one in enumerate(weight)]
-        new = torch.stack([matrix[0] for matrix in matrices])
-        scales = [matrix[1] for matrix in matrices if matrix[1] is not None]
-        new_scale = torch.stack(scales) if scales else None
-        moved, size = sum(matrix[2] for matrix in matrices), sum(matrix[3] for matrix in matrices)
+        return []
+    if not _converts(reader, key, fmt):
+        if _EXPERT.search(key):
+            for name, weight, _ in _matrices(key, reader.read(key), None):
+                _refuse_not_finite(reader, name, weight)
+        for stored in reader.read_bytes(key):
+            file.append(key, stored)
+        return []
+    moved = size = 0.0
+    for name, weight, scale in _matrices(key, reader.read(key), reader.read(key + SCALE_SUFFIX) if key + SCALE_SUFFIX in reader else None):
+        blocks = max(1, PIECE // (BLOCK * weight.shape[1]))
+        for at in range(0, -(-weight.shape[0] // BLOCK), blocks):
+            rows = weight[at * BLOCK : (at + blocks) * BLOCK]
+            new, new_scale, its_moved, its_size = _convert_rows(reader, name, rows, None if scale is None else scale[at : at + blocks], fmt)
+            file.append(key, new)
+            if new_scale is not None:
+                file.append(key + SCALE_SUFFIX, new_scale)
+            moved, size = moved + its_moved, size + its_size
+    return [TensorError(_layer(key), key, (moved / size) ** 0.5 if size else 0.0)]
+
+
+def _layer(key: str) -> int:
     layer = _LAYER.search(key)
-    error = TensorError(int(layer[1]) if layer else -1, key, (moved / size) ** 0.5 if size else 0.0)
-    return {key: new} | ({} if new_scale is None else {key + SCALE_SUFFIX: new_scale}), [error]
+    return int(layer[1]) if layer else -1
 
 
-def _convert_matrix(
-    reader: CheckpointReader, name: str, weight: Tensor, scale: Tensor | None, fmt: str
-) -> tuple[Tensor, Tensor | None, float, float]:
-    """One matrix in the new format: payload, stored scale, and the squared norms of its difference and of its original."""
-    if not is_finite(weight):
-        raise _not_finite(reader, name)
+def _matrices(key: str, weight: Tensor, scale: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """A matrix, or those of a stack, with their names and scales."""
+    if weight.dim() == 2:
+        yield key, weight, scale
+        return
+    for e, matrix in enumerate(weight):
+        yield f"{key}[{e}]", matrix, None if scale is None else scale[e]
+
+
+def _convert_rows(reader: CheckpointReader, name: str, weight: Tensor, scale: Tensor | None, fmt: str) -> tuple[Tensor, Tensor | None, float, float]:
+    """Some rows of a matrix in the new format: payload, stored scale, and the squared norms of their difference and of the original."""
+    _refuse_not_finite(reader, name, weight)
     if scale is not None and not bool((scale.float().isfinite() & (scale.float() >= 0)).all()):
         raise CheckpointError(f"{reader.directory}: {name} has a scale that is NaN, infinite or negative; {_ORIGINAL}")
     original = weight.float() if scale is None else dequantize_weight(weight, scale)
@@ -283,8 +414,9 @@ def _square(values: Tensor) -> float:
 _ORIGINAL = "take this tensor from the original checkpoint"
 
 
-def _not_finite(reader: CheckpointReader, name: str) -> CheckpointError:
-    return CheckpointError(f"{reader.directory}: NaN or infinity in {name}; {_ORIGINAL}")
+def _refuse_not_finite(reader: CheckpointReader, name: str, weight: Tensor) -> None:
+    if not is_finite(weight):
+        raise CheckpointError(f"{reader.directory}: NaN or infinity in {name}; {_ORIGINAL}")
 
 
 def _the_rest(source: Path) -> list[Path]:
@@ -295,26 +427,18 @@ def _the_rest(source: Path) -> list[Path]:
 
 
 def _copy_the_rest(source: Path, target: Path) -> None:
-    make_directory(target)
     for path in _the_rest(source):
-        try:
-            shutil.copy2(path, target / path.name)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be copied to {target}: {error.strerror}; the weights there are complete") from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+        with beside(target / path.name) as temporary:
+            shutil.copy2(path, temporary)
+            temporary.replace(target / path.name)
 
 
 def _set_quantisation(config: dict[str, Any], fmt: str, weight_map: dict[str, str]) -> None:
-    """What Transformers must be told of the weights (its `FineGrainedFP8Config`)."""
-    if fmt == "bf16":
-        config.pop("quantization_config", None)
-        return
+    """What Transformers must be told of the weights (its `FineGrainedFP8Config`), where the config said it before."""
     plain = sorted(key.removesuffix(".weight") for key in weight_map if key.endswith(".weight") and key + SCALE_SUFFIX not in weight_map)
     quantisation = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": plain}
-    config["quantization_config"] = quantisation | ({"scale_fmt": "ue8m0"} if fmt == "ue8m0" else {})
+    for stating in _stating(config) or [config]:
+        for name in _STATED:
+            stating.pop(name, None)
+        if fmt != "bf16":
+            stating["quantization_config"] = quantisation | ({"scale_fmt": "ue8m0"} if fmt == "ue8m0" else {})

@@ -73,6 +73,7 @@ class _Core:
                 refuse_shifted_overlap(x, topk_ids, topk_weights, out)
             largest = built.buckets[self.plan.ladder.largest]
             refuse_lent_memory(built.arena, largest, x, topk_ids, topk_weights, out, chunked=len(chunks) > 1)
+            built.watches[layer].check()
             with self._use() as replays:
                 if out is None:
                     return self._run(built, layer, x, topk_ids, topk_weights, replays)
@@ -84,8 +85,29 @@ class _Core:
     def replay(self, layer: int, bucket: int) -> Tensor:
         with self._lock, torch.no_grad():
             self.bucket(bucket)
+            self.open().watches[layer].check()
             with self._use() as replays:
                 return self._replay(self.open(), layer, bucket, replays)
+
+    def refresh(self, layer: int) -> None:
+        with self._lock, torch.no_grad():
+            built = self.open()
+            if layer not in range(len(built.watches)):
+                raise InvalidInput(f"{layer} is not a layer of this runtime; it has layers 0 to {len(built.watches) - 1}")
+            with self._in_order():
+                built.watches[layer].refresh(self.plan.arch)
+
+    def rebind(self, weights: Sequence[ExpertWeights]) -> None:
+        with self._lock:
+            old = self.open()
+            if self._busy:
+                raise CallError("rebind() was called from inside a call of the same runtime; call it when the call is done")
+            if self._last_use is not None:
+                torch.cuda.synchronize(self.device)
+            with torch.inference_mode(False), torch.no_grad(), _on(self.device):
+                self.built = build(self.plan, weights, self.device, progress=False, over=old)
+            self._streams.clear()  # new weights are to be kept for every stream, too
+            old.release()
 
     def read_flag(self) -> bool:
         with self._lock, self._in_order():
@@ -253,18 +275,7 @@ class MoERuntime:
         profile: Profile | Literal["auto"] | None = "auto",
         progress: bool = True,
     ) -> None:
-        for name, given in (("weights", [] if weights is None else [weights]), ("layers", [] if layers is None else layers)):
-            if not isinstance(given, Sequence) or not all(isinstance(one, ExpertWeights) for one in given):
-                raise WeightsMismatch(f"{name} does not hold ExpertWeights; give weights=one, or layers=[one, ...]")
-        if (weights is None) == (layers is None):
-            raise WeightsMismatch("give either weights (one layer) or layers=[...] (several), not both and not neither")
-        all_weights = [weights] if weights is not None else list(layers or [])
-        if not all_weights:
-            raise WeightsMismatch("layers=[] holds no layer")
-        for one in all_weights:
-            one.check_spec(spec)
-            if one.fmt != all_weights[0].fmt:
-                raise WeightsMismatch(f"layers of one runtime share a format; got {all_weights[0].fmt!r} and {one.fmt!r}")
+        all_weights = _layers_of(spec, weights, layers)
         self.spec = spec
         self.device = resolve_device(all_weights[0].device if device is None else device)
         fmt = all_weights[0].fmt
@@ -366,6 +377,34 @@ class MoERuntime:
         """Lower the flag of broken promises; the next one warns again."""
         self._core.clear_flag()
 
+    def refresh(self, layer: int = 0) -> None:
+        """Renew this runtime's copy of weights that were updated in place: it has one if they were given on another device, or if their scales are
+        packed. Where it uses the given memory itself, the next call sees the update and this does nothing.
+
+        Raises:
+            WeightsMismatch: a weight's storage was replaced or freed: see `rebind`.
+        """
+        self._core.refresh(layer)
+
+    def rebind(self, weights: ExpertWeights | None = None, *, layers: Sequence[ExpertWeights] | None = None) -> None:
+        """Use other weights: every graph is captured anew on the same arena and all are swapped at once. Static inputs stay where they are.
+
+        Args:
+            weights: of a runtime of one layer ...
+            layers: ... or of all its layers.
+
+        Raises:
+            WeightsMismatch: weights of another number, spec or format than the runtime was built for.
+            CaptureError and what else building raises; the old graphs work as before.
+        """
+        given = _layers_of(self.spec, weights, layers)
+        if len(given) != len(self.layers) or given[0].fmt != self.plan.fmt:
+            raise WeightsMismatch(
+                f"the runtime has {len(self.layers)} layer(s) of format {self.plan.fmt!r}, these are {len(given)} of {given[0].fmt!r}; "
+                "build a new runtime"
+            )
+        self._core.rebind(given)
+
     def close(self) -> None:
         """Drop every graph, the arena and the references to weights. Later calls raise RuntimeClosed; closing twice is fine.
 
@@ -385,3 +424,20 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "cpu" or torch.cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def _layers_of(spec: MoESpec, weights: ExpertWeights | None, layers: Sequence[ExpertWeights] | None) -> list[ExpertWeights]:
+    """The weights of every layer out of the two ways to give them, checked against the spec."""
+    for name, given in (("weights", [] if weights is None else [weights]), ("layers", [] if layers is None else layers)):
+        if not isinstance(given, Sequence) or not all(isinstance(one, ExpertWeights) for one in given):
+            raise WeightsMismatch(f"{name} does not hold ExpertWeights; give weights=one, or layers=[one, ...]")
+    if (weights is None) == (layers is None):
+        raise WeightsMismatch("give either weights (one layer) or layers=[...] (several), not both and not neither")
+    all_weights = [weights] if weights is not None else list(layers or [])
+    if not all_weights:
+        raise WeightsMismatch("layers=[] holds no layer")
+    for one in all_weights:
+        one.check_spec(spec)
+        if one.fmt != all_weights[0].fmt:
+            raise WeightsMismatch(f"layers of one runtime share a format; got {all_weights[0].fmt!r} and {one.fmt!r}")
+    return all_weights

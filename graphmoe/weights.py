@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ class ExpertWeights:
         w13_scale_inv: float32 `[E, 2I/128, H/128]`, or None for bf16.
         w2_scale_inv: float32 `[E, H/128, I/128]`, or None for bf16.
         tp: tensor-parallel ranks for which the intermediate size was cut; 1 is the whole of it.
+        origins: by name, the caller's own tensors that these share memory with; a runtime watches them too.
     """
 
     spec: MoESpec
@@ -43,9 +44,12 @@ class ExpertWeights:
     w2: Tensor = field(repr=False)
     w13_scale_inv: Tensor | None = field(default=None, repr=False)
     w2_scale_inv: Tensor | None = field(default=None, repr=False)
-    tp: int = 1
+    tp: int = field(default=1, kw_only=True)
+    origins: Mapping[str, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        shared = {name: origin for name, origin in self.origins.items() if _same_memory(origin, getattr(self, name))}
+        object.__setattr__(self, "origins", shared)
         spec, scaled = self.spec, get_format(self.fmt).scales is not None
         if scaled != (self.w13_scale_inv is not None) or scaled != (self.w2_scale_inv is not None):
             raise WeightsMismatch(f"format {self.fmt!r} {'needs both scales' if scaled else 'has no scales'}")
@@ -90,6 +94,7 @@ class ExpertWeights:
             UnsupportedShape: H or I that the format cannot take.
         """
         get_format(fmt).check(spec)
+        origins = {"w13": w13, "w2": w2}
         w13, w2 = w13.detach(), w2.detach()
         if w13.device != w2.device:
             raise WeightsMismatch(f"w2 is on {w2.device}, w13 on {w13.device}; move them to one device")
@@ -103,7 +108,7 @@ class ExpertWeights:
                     largest, limit = float(extremes.abs().max()), torch.finfo(torch.bfloat16).max
                     raise WeightsMismatch(f"{name} holds {largest:.6g} in expert {e}, bfloat16 ends at {limit:.6g}; take fmt='fp8_block'")
         if fmt == "bf16":
-            return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous())
+            return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous(), origins=origins)
         quantise = quantize_weight if fmt == "fp8_block" else ue8m0.quantize_weight
         experts = ((*quantise(w13[e]), *quantise(w2[e])) for e in range(spec.num_local_experts))
         return cls._from_experts(spec, fmt, experts, w13.device)
@@ -137,7 +142,8 @@ class ExpertWeights:
             raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
         get_format(fmt).check(spec)
         scales = [scale.detach().float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
-        weights = cls(spec, fmt, w13.detach().contiguous(), w2.detach().contiguous(), *scales)
+        origins = {"w13": w13, "w2": w2, "w13_scale_inv": w13_scale_inv, "w2_scale_inv": w2_scale_inv}
+        weights = cls(spec, fmt, w13.detach().contiguous(), w2.detach().contiguous(), *scales, origins=origins)
         weights._refuse_nan("quantise finite weights anew")
         return weights
 
@@ -171,7 +177,6 @@ class ExpertWeights:
         if fmt != "ue8m0" or self.w13_scale_inv is None or self.w2_scale_inv is None:
             from_bf16 = f"ExpertWeights.from_bf16(spec, *weights.dequantize(), fmt={fmt!r})"
             raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}, only 'fp8_block' to 'ue8m0'; take {from_bf16}")
-        self._refuse_packed()
         self._refuse_shared()
         self._refuse_nan("a block would become NaN as a whole")  # before the first expert is overwritten
         for payload, scale in ((self.w13, self.w13_scale_inv), (self.w2, self.w2_scale_inv)):
@@ -320,7 +325,8 @@ class ExpertWeights:
             InvalidInput: neither a CUDA device that torch sees nor the CPU.
         """
         fmt, width, tensors = load_experts(directory, spec, layer, device=resolve_device(device), tp=tp, tp_rank=tp_rank, progress=progress)
-        return cls(replace(spec, intermediate_size=width), fmt, **tensors, tp=tp)
+        scales = (tensors.get("w13_scale_inv"), tensors.get("w2_scale_inv"))
+        return cls(replace(spec, intermediate_size=width), fmt, tensors["w13"], tensors["w2"], *scales, tp=tp)
 
     def shard(self, tp: int, tp_rank: int) -> ExpertWeights:
         """Rank `tp_rank`'s part of the intermediate size, a copy; the shards' outputs sum to the whole layer's.
@@ -345,7 +351,7 @@ class ExpertWeights:
         w13 = torch.cat([weight for weight, _ in pairs], dim=1)
         w13_scale = torch.cat(scales, dim=1) if scales else None
         w2_scale = None if w2_scale is None else w2_scale.contiguous()
-        return ExpertWeights(spec, self.fmt, w13, w2, w13_scale, w2_scale, self.tp * tp)
+        return ExpertWeights(spec, self.fmt, w13, w2, w13_scale, w2_scale, tp=self.tp * tp)
 
     @classmethod
     def _from_experts(cls, spec: MoESpec, fmt: str, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
@@ -367,6 +373,10 @@ class ExpertWeights:
         yield "gate_proj", self.w13[e, :i], None if scale13 is None else scale13[e, : i // BLOCK]
         yield "up_proj", self.w13[e, i:], None if scale13 is None else scale13[e, i // BLOCK :]
         yield "down_proj", self.w2[e], None if scale2 is None else scale2[e]
+
+
+def _same_memory(origin: Tensor, tensor: Tensor | None) -> bool:
+    return tensor is not None and not tensor.is_meta and origin.device == tensor.device and origin.data_ptr() == tensor.data_ptr()
 
 
 def _w13_shape(spec: MoESpec) -> tuple[int, ...]:

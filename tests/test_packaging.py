@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loading",),
     ("weights", "planner", "convert"),
     ("samples",),
-    ("arena", "measure"),
+    ("arena", "measure", "watch"),
     ("step",),
     ("audit",),
     ("capture",),

@@ -175,6 +175,7 @@ def check_requantised(weight: Tensor, scale: Tensor, block: tuple[int, int], mad
     assert (values[true == 0] == 0).all(), "a zero became something"
 
 
+@example(made=strategies.BlockFp8(np.full((1, 1), 0x7E, dtype=np.uint8), np.full((1, 1), 2.0**120, dtype=np.float32), (1, 1)))
 @given(made=strategies.block_fp8())
 def test_requantised_weights_keep_every_value_to_half_a_step(made):
     weight, scale = as_e4m3(made.codes), torch.from_numpy(made.scales)
@@ -532,6 +533,55 @@ def test_both_pairs_are_requantised_in_place():
     assert made.requantize("ue8m0") is made
 
 
+class Interrupting(TorchDispatchMode):
+    """Ctrl-C just before the n-th copy into a tensor, or just after it."""
+
+    def __init__(self, n: int, *, after: bool) -> None:
+        super().__init__()
+        self.left, self.after = n, after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise KeyboardInterrupt
+        made = func(*args, **(kwargs or {}))
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return made
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16])
+def test_requantising_that_was_interrupted_is_called_again(n, after):
+    """At every copy of a payload and of its scales: no expert is left with one new and one old."""
+    weights = uneven_weights(NARROW, "fp8_block")
+    want = copied(weights).requantize("ue8m0").dequantize()
+    before = weights.dequantize()
+    with pytest.raises(KeyboardInterrupt), Interrupting(n, after=after):
+        weights.requantize("ue8m0")
+    for mine, old, new in zip(weights.dequantize(), before, want, strict=True):
+        assert all(torch.equal(mine[e], old[e]) or torch.equal(mine[e], new[e]) for e in range(NARROW.num_local_experts))
+    for mine, new in zip(weights.requantize("ue8m0").dequantize(), want, strict=True):
+        assert torch.equal(mine, new)
+
+
+def test_tensors_that_share_memory_are_not_requantised():
+    """Each is written in place: the second would be computed from what the first became."""
+    spec = MoESpec(2, 1, 256, 128)
+    weights = random_weights(spec, "fp8_block")
+    storage = torch.full((12,), 1.5)
+    shared, beside = (
+        ExpertWeights(spec, "fp8_block", weights.w13, weights.w2, storage[:8].view(2, 2, 2), storage[at : at + 4].view(2, 2, 1)) for at in (7, 8)
+    )
+    before = copied(shared)
+    with pytest.raises(WeightsMismatch, match=r"w13_scale_inv and w2_scale_inv share memory.*pass clones"):
+        shared.requantize("ue8m0")
+    assert_same(shared, before)
+    assert beside.requantize("ue8m0").fmt == "ue8m0"
+
+
 def test_weights_made_as_ue8m0_are_rounded_once():
     """Straight from bf16 they are as accurate as float32 scales; through block FP8 they would be rounded twice."""
     exact = random_weights(SPEC, "bf16").dequantize()
@@ -759,7 +809,7 @@ def unless_refused(call: Callable[[], Any]) -> Any:
         return None
 
 
-@pytest.mark.parametrize("use", ["dequantise", "prepare again", "save"])
+@pytest.mark.parametrize("use", ["dequantise", "prepare again", "save", "shard"])
 def test_packed_weights_are_not_mistaken_for_plain_ones(use, tmp_path):
     """Their scales are other numbers in another shape: every use is right or refused, never silently wrong."""
     weights = uneven_weights(NARROW, "ue8m0")
@@ -771,6 +821,9 @@ def test_packed_weights_are_not_mistaken_for_plain_ones(use, tmp_path):
         again = unless_refused(lambda: packed.prepared("sm100"))
         if again is not None:
             assert_same(again, packed)
+    elif use == "shard":
+        with pytest.raises(WeightsMismatch, match="packed for sm100"):
+            packed.shard(1, 0)
     elif unless_refused(lambda: packed.save(tmp_path)) is None:
         assert not list(tmp_path.glob("*.safetensors"))
     else:

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Peak host memory of converting and loading a checkpoint with a real model's shapes, against the bounds that the code states.
 
-    PYTHONPATH=. python3 tools/measure_memory.py [--layers 4] [--model qwen3-30b-a3b] [--dir FOLDER]
+    PYTHONPATH=. python3 tools/measure_memory.py [--layers 1] [--model qwen3-30b-a3b] [--dir FOLDER]
 
-Writes a block-FP8 checkpoint of random payload, one file a layer, and measures each step in a process of its own: the highest anonymous memory
-(RssAnon, which leaves out the pages of mapped files) above what the process held when the step began.
+Writes checkpoints of random payload, one file a layer: block FP8 and BF16, per expert and fused. Measures each step in a process of its own: the
+highest anonymous memory (RssAnon, which leaves out the pages of mapped files) above what the process held when the step began.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,11 +21,17 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
 
 from graphmoe import ExpertWeights, MoESpec, named_spec
+from graphmoe.checkpoint import SCALE_SUFFIX, experts_prefix
 from graphmoe.cli.console import make_console
-from graphmoe.convert import convert_checkpoint
+from graphmoe.convert import convert_checkpoint, peak_bytes
 from graphmoe.formats import BLOCK
+
+SOURCES = ("fp8", "bf16", "fp8 fused", "bf16 fused")
+STEPS = ("convert to ue8m0", "convert to fp8_block", "convert to bf16", "load")
 
 
 def anonymous_bytes() -> int:
@@ -52,51 +59,62 @@ def peak_of(step: Callable[[], object]) -> int:
     return peak - base
 
 
-def write(folder: Path, spec: MoESpec, layers: int) -> None:
+def write(folder: Path, spec: MoESpec, layers: int, source: str) -> None:
     e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    folder.mkdir(parents=True)
     for layer in range(layers):
-        tensors = []
-        for rows, columns in ((2 * i, h), (h, i)):
+        tensors: dict[str, Tensor] = {}
+        for name, rows, columns in (("gate_up_proj", 2 * i, h), ("down_proj", h, i)):
+            key = experts_prefix(layer) + name
+            if source.startswith("bf16"):
+                tensors[key] = torch.empty(e, rows, columns, dtype=torch.bfloat16).normal_()
+                continue
             payload = torch.randint(0, 127, (e, rows, columns), dtype=torch.uint8)  # every code but NaN and the negative ones
-            tensors += [payload.view(torch.float8_e4m3fn), torch.rand(e, rows // BLOCK, columns // BLOCK) * 0.01 + 1e-4]
-        ExpertWeights.from_fp8(spec, *tensors).save(folder, layer)
+            tensors[key] = payload.view(torch.float8_e4m3fn)
+            tensors[key + SCALE_SUFFIX] = torch.rand(e, rows // BLOCK, columns // BLOCK) * 0.01 + 1e-4
+        if source.endswith("fused"):
+            save_file(tensors, folder / f"layer-{layer}.safetensors")
+        elif source == "bf16":
+            ExpertWeights.from_bf16(spec, *tensors.values(), fmt="bf16").save(folder, layer)
+        else:
+            ExpertWeights.from_fp8(spec, *tensors.values()).save(folder, layer)
 
 
 def measure(step: str, source: Path, target: Path, spec: MoESpec) -> int:
-    if step == "convert":
-        return peak_of(lambda: convert_checkpoint(source, target, "ue8m0"))
-    return peak_of(lambda: ExpertWeights.load(target, spec, layer=0, progress=False))
+    if step == "load":
+        return peak_of(lambda: ExpertWeights.load(source, spec, layer=0, progress=False))
+    return peak_of(lambda: convert_checkpoint(source, target, step.split()[-1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dir", type=Path, help="keep the checkpoints there")
-    parser.add_argument("--step", choices=("convert", "load"), help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--dir", type=Path, help="folder for the checkpoints; its folders `source` and `target` are made, and removed")
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     spec = named_spec(options.model)
     folder = options.dir or Path(tempfile.mkdtemp(prefix="graphmoe-"))
-    source, target = folder / "fp8", folder / "ue8m0"
+    source, target = folder / "source", folder / "target"
     if options.step:
         print(measure(options.step, source, target, spec))
         return
-    write(source, spec, options.layers)
-    largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
     matrix = 2 * spec.intermediate_size * spec.hidden_size
-    table = Table(title=f"{options.layers} layers of {options.model}, one file a layer, {largest / 2**20:.0f} MiB each", title_justify="left")
-    for column in ("step", "peak MiB", "bound MiB", "bound"):
-        table.add_column(column, justify="left" if column in ("step", "bound") else "right")
-    bounds = {
-        "convert": (2 * largest + 64 * matrix, "twice the largest file of the result + 64 bytes an element of one matrix"),
-        "load": (largest + 4 * matrix, "the layer + one projection and its shard"),
-    }
+    table = Table(title=f"{options.layers} layers of {options.model}, one file a layer", title_justify="left")
+    for column in ("source", "step", "file MiB", "peak MiB", "bound MiB"):
+        table.add_column(column, justify="left" if column in ("source", "step") else "right")
     failed = False
-    for step, (bound, what) in bounds.items():
-        command = [sys.executable, __file__, "--model", options.model, "--dir", str(folder), "--step", step]
-        peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-        failed |= peak > bound
-        table.add_row(step, f"{peak / 2**20:.1f}", f"{bound / 2**20:.1f}", what)
+    for kind in SOURCES:
+        write(source, spec, options.layers, kind)
+        largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
+        for step in STEPS:
+            bound = largest + 4 * matrix if step == "load" else peak_bytes(max(spec.hidden_size, spec.intermediate_size))
+            command = [sys.executable, __file__, "--model", options.model, "--dir", str(folder), "--step", step]
+            peak = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+            failed |= peak > bound
+            table.add_row(kind, step, *(f"{size / 2**20:.1f}" for size in (largest, peak, bound)))
+            shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(source)
     make_console().print(table)
     sys.exit(1 if failed else 0)
 

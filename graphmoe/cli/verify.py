@@ -55,9 +55,8 @@ def verify(
             with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
                 task = bar.add_task(str(recipe), total=examples)
                 verify_calls(verifier, examples, seed=seed, done=lambda bar=bar, task=task: bar.advance(task))  # type: ignore[misc]
-            console.print(
-                f"{recipe}: {verifier.calls} calls, 0 failures, worst row off by {verifier.worst:.4f} of its norm, {time.perf_counter() - started:.1f} s"
-            )
+            seconds = time.perf_counter() - started
+            console.print(f"{recipe}: {verifier.calls} calls, 0 failures, worst row off by {verifier.worst:.4f} of its norm, {seconds:.1f} s")
         finally:
             verifier.close()
     if soak_minutes and reproduce is None:

@@ -80,15 +80,15 @@ def requantize_ue8m0(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] =
     old = scale_inv.double()
     new = scale_of(blocks.abs().amax(dim=(-3, -1)).double() * old)
     ratio = (old / new.double())[..., :, None, :, None]
-    payload = to_e4m3(_on_e4m3_grid(blocks.double() * ratio))
+    payload = to_e4m3(_to_e4m3_grid(blocks.double().mul_(ratio)))
     return payload.flatten(-4, -3).flatten(-2)[..., :n, :k].contiguous(), new
 
 
-def _on_e4m3_grid(values: Tensor) -> Tensor:
-    """float64 values rounded to the nearest e4m3 value, ties to even; torch's own cast rounds to float32 first, which moves what is next to a tie."""
-    exponent = (torch.frexp(values).exponent - 1).clamp(-6, 8)
-    step = torch.ldexp(torch.ones_like(values), exponent - 3)
-    return (values / step).round() * step
+def _to_e4m3_grid(values: Tensor) -> Tensor:
+    """Round float64 values in place to the nearest e4m3 value, ties to even. torch's cast goes through float32, which moves what is next to a tie."""
+    exponent = torch.frexp(values).exponent.sub_(1).clamp_(-6, 8).sub_(3)
+    step = torch.ones_like(values).ldexp_(exponent)
+    return values.div_(step).round_().mul_(step)
 
 
 def pack(scale: Tensor) -> Tensor:
