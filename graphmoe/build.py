@@ -123,7 +123,7 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
         built.watches += [WeightWatch(layer, *pair) for layer, pair in enumerate(zip(weights, built.weights, strict=True))]
         _bind(built, gemm)
         if device.type == "cuda":
-            _capture(built, progress)
+            _capture(built, progress, fresh=over is None)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their locals would keep the arena for as long as the error is kept
         built.release()
@@ -156,7 +156,7 @@ def _bind(built: Built, gemm: GroupedGemm | None) -> None:
         built.buckets[t] = Bucket(StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t]), static["y"][:t], bound)
 
 
-def _capture(built: Built, progress: bool) -> None:
+def _capture(built: Built, progress: bool, *, fresh: bool) -> None:
     built.pool = torch.cuda.graph_pool_handle()
     console = Console(stderr=True)
     show = progress and console.is_terminal
@@ -167,7 +167,8 @@ def _capture(built: Built, progress: bool) -> None:
         warm_stage(built)
         for t in sizes:
             bar.update(task, description=f"warming up bucket {t}")
-            built.buckets[t].run(0)
+            for layer in range(len(built.weights)):  # each one: a kernel may be compiled for the alignment of a layer's own tensors
+                built.buckets[t].run(layer)
             stream.synchronize()
             bar.advance(task)
         for layer, t in keys:
@@ -177,8 +178,9 @@ def _capture(built: Built, progress: bool) -> None:
             built.graphs[layer, t] = captured = capture_step(lambda bucket=bucket, layer=layer: bucket.run(layer), built.pool)  # type: ignore[misc]
             prove(captured, bucket.bound[layer], get_path(planned.recipe.path), planned)
             bar.advance(task)
-        built.flag.clear()
-        stream.synchronize()  # whatever stream the first call is on, the flag is down before it
+        if fresh:
+            built.flag.clear()
+        stream.synchronize()  # whatever stream the first call is on, all this is done before it
 
 
 def warm_stage(built: Built) -> None:

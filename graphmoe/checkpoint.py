@@ -123,12 +123,8 @@ class CheckpointReader:
             raise self._unreadable(key, error) from error
 
     def read_rows(self, key: str, index: int, rows: slice) -> Tensor:
-        """`tensor[index, rows]` of a three-dimensional tensor, on the CPU; nothing else of it is read."""
-        try:
-            part: Tensor = self._handle(key).get_slice(key)[index : index + 1, rows]
-        except (OSError, SafetensorError) as error:
-            raise self._unreadable(key, error) from error
-        return part[0]
+        """`tensor[index, rows]` of a three-dimensional tensor, on the CPU; of the mapped file no other pages are read."""
+        return self.read(key)[index, rows]
 
     def read_bytes(self, key: str) -> Iterator[bytes]:
         """The tensor as it is stored, of any dtype, in pieces of at most a mebibyte."""
@@ -226,7 +222,8 @@ def write_tensors(
 
     Raises:
         CheckpointError: a file that cannot be written or locked, a broken index, or without one another file that cannot be read; a tensor that
-            the file of that name also holds, or that `refuses` names. Nothing has changed then.
+            the file of that name also holds, or that `refuses` names. Nothing has changed then, unless the system lets the file be replaced but not
+            the index.
     """
     folder = Path(directory)
     path = folder / name

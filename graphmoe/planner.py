@@ -28,6 +28,9 @@ ALIGNMENT = 256
 Wish = Recipe | str
 """A recipe, a path's name, or "auto"."""
 
+_GRID_AXIS = 65535
+"""Programs along the second axis of a CUDA grid."""
+
 _GEMM_OF_ARCH = {"sm90": "deep_gemm", "sm100": "deep_gemm", "cpu": "torch"}
 
 
@@ -271,7 +274,8 @@ class _Planner:
 
     def _unmeasured(self, tokens: int, why: str | None, static_bytes: int) -> BucketPlan:
         """The stated rule. `why`: what keeps the profile from speaking, if there is one."""
-        because, misfits = f"auto: {why or 'no profile'}", []
+        because = f"auto: {why or 'no profile'}"
+        misfits: list[BucketPlan] = []
         for recipe, reason in fallback(self.spec, tokens):
             if get_path(recipe.path).supports(self.spec, self.fmt, self.arch):
                 continue
@@ -294,7 +298,15 @@ class _Planner:
         rows = path.rows(self.spec, tokens, options)
         if rows >= 1 << 31:
             raise UnsupportedShape(f"bucket {tokens} needs {rows} rows in path {recipe.path!r}; row indices are int32: use smaller buckets")
-        buffers = place(path.buffers(self.spec, self.fmt, tokens, options), static_bytes, self.guard_bytes)
+        specs = path.buffers(self.spec, self.fmt, tokens, options)
+        if path.gemm_layout is None:
+            # Kernels of our own launch a program a tile, or a row, along the grid's second axis.
+            programs = {buffer.name: buffer.shape[0] for buffer in specs}.get("tiles", rows)
+            if programs > _GRID_AXIS:
+                raise UnsupportedShape(
+                    f"bucket {tokens} needs {programs} programs in path {recipe.path!r}, a grid has {_GRID_AXIS}: use psum or masked"
+                )
+        buffers = place(specs, static_bytes, self.guard_bytes)
         return BucketPlan(tokens, Recipe(recipe.path, **options), rule, rows, buffers)
 
     def _bytes(self, bucket: BucketPlan) -> int:

@@ -32,7 +32,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 _NOT_SHAPE = ("expert_offset", "routed_scaling_factor")
 _FAR = 2
-"""Buckets beyond this factor of the largest or smallest measured one are not the profile's to choose."""
+"""Buckets beyond this factor of the nearest measured one are not the profile's to choose."""
 
 logger = logging.getLogger("graphmoe")
 
@@ -269,7 +269,8 @@ class Profile:
         if above in (0, len(sizes)):
             return self.buckets[min(above, len(sizes) - 1)]
         below = above - 1
-        return self.buckets[above if tokens * tokens >= sizes[below] * sizes[above] else below]
+        nearest = self.buckets[above if tokens * tokens >= sizes[below] * sizes[above] else below]
+        return nearest if nearest.tokens <= _FAR * tokens and tokens <= _FAR * nearest.tokens else None
 
 
 def kernels_version(path_name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmoe import bounds
-from graphmoe.formats import Rounding
+from graphmoe.formats import Rounding, get_format
 from graphmoe.measure import Ceilings, Timing, call_timing, graph_timing
 from graphmoe.paths import get_path
 from graphmoe.recipe import Recipe
@@ -20,8 +21,10 @@ from graphmoe.runtime import MoERuntime
 from graphmoe.samples import random_inputs, random_weights, routing
 from graphmoe.spec import MoESpec
 
-LAYERS = 6
+LAYERS, MOST_LAYERS = 6, 40
 """Layers of a rotation: between two reads of one weight the others push it out of the L2 cache."""
+_COLD_BYTES = 3 * 60 * 10**6
+"""Weights that one rotation reads at least: three times the L2 cache of an H200."""
 _CHECKED_ROWS = 16
 
 
@@ -89,7 +92,8 @@ class Bench:
         self._seed = seed
         self.ceilings = Ceilings.measure(fmt, device)
         self._oracles: dict[tuple[int, str, Rounding | None], Tensor] = {}
-        self.layers = [random_weights(spec, fmt, seed=seed + layer, device=device) for layer in range(LAYERS)]
+        layers = LAYERS if device.type == "cpu" else layers_of(spec, fmt)
+        self.layers = [random_weights(spec, fmt, seed=seed + layer, device=device) for layer in range(layers)]
 
     def batches(self, tokens: int) -> list[Batch]:
         """A balanced and a Zipf-like routing; where no expert of this rank is hit, the first token's first slot is given one."""
@@ -143,3 +147,10 @@ class Bench:
             if (tokens, batch.name, each) not in self._oracles:
                 self._oracles[tokens, batch.name, each] = moe_layer(*inputs, self.layers[0], rounding=each)
         return rows, self._oracles[tokens, batch.name, rounding], self._oracles[tokens, batch.name, None]
+
+
+def layers_of(spec: MoESpec, fmt: str) -> int:
+    """Layers that a rotation needs so that even one token's experts outgrow the L2 cache."""
+    experts = max(1.0, spec.top_k * spec.num_local_experts / spec.num_experts)
+    read = 3 * spec.hidden_size * spec.intermediate_size * get_format(fmt).weight_bytes * experts
+    return min(MOST_LAYERS, max(LAYERS, math.ceil(_COLD_BYTES / read)))

@@ -114,11 +114,11 @@ def tune(bench: Bench, tokens: int, *, seen: Callable[[Trial], None] = lambda tr
         return min(made, key=lambda trial: trial.worst_ratio)
 
     leaders = sorted((best_of([point]) for point in starting_points(bench.spec, tokens)), key=lambda trial: trial.worst_ratio)
-    for leader in leaders[:2]:
+    for leader in [leader for leader in leaders if leader.recipe.path in _STEPS][:2]:
         if leader.worst_ratio > _WORTH * leaders[0].worst_ratio:
             continue
         best = leader
-        for half in range(len(_STEPS.get(leader.recipe.path, ()))):
+        for half in range(len(_STEPS[leader.recipe.path])):
             best = min(best, best_of(list(neighbours(best.recipe))[half]), key=lambda trial: trial.worst_ratio)
     # What looked best of many by luck is measured once more, with more repeats, beside its closest rival.
     finals = sorted((trial for trial in trials.values() if trial.refused is None), key=lambda trial: trial.worst_ratio)[:2]

@@ -195,6 +195,22 @@ def test_a_record_of_other_kernels_is_measured_again(tune: Any, fake: Any, tmp_p
     assert profile.void(8) is None
 
 
+def test_records_of_other_libraries_are_measured_again(tune: Any, fake: Any, tmp_path: Path) -> None:
+    """A profile has one provenance: what it says must hold for every record."""
+    tune("--buckets", "8,128")
+    data = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**data, "provenance": {**data["provenance"], "torch": "1.0"}}))
+    assert "1 of 1 buckets to measure" in tune("--buckets", "8")
+    assert [record.tokens for record in Profile.load(tmp_path / FILE).buckets] == [8]
+
+
+def test_records_of_another_device_are_refused(command: Command, tune: Any, fake: Any, tmp_path: Path) -> None:
+    tune("--buckets", "8")
+    data = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**data, "device": "NVIDIA H100"}))
+    assert_clean(command("tune", "--out", tmp_path, "--buckets", "32"), "PlanError", "measured on 'NVIDIA H100'", "--again writes")
+
+
 def test_again_measures_what_is_named_and_keeps_the_rest(tune: Any, fake: Any, tmp_path: Path) -> None:
     tune("--buckets", "8,32,64")
     old = Profile.load(tmp_path / FILE).buckets
@@ -500,6 +516,16 @@ GOOD: dict[str, Any] = {
         (json.dumps({**GOOD, "rows": 3}).encode(), "lacks or misspells"),
         (json.dumps({**GOOD, "provenance": {}}).encode(), "lacks device"),
         (json.dumps({**GOOD, "provenance": "by hand"}).encode(), "lacks or misspells"),
+        *(
+            (json.dumps({**GOOD, "rows": [{**GOOD["rows"][0], field: value}]}).encode(), "lacks or misspells")
+            for field, value in (
+                *((field, value) for field in ("graph_us", "floor_us") for value in (None, "5", 0, -1.0, 10**400, float("nan"))),
+                *((field, "a") for field in ("spread_us", "worst_row", "call_us", "tokens", "arena_bytes", "launches", "active_experts")),
+                *((field, None) for field in ("path", "routing", "recipe", "worst_row", "arena_bytes")),
+                ("tokens", 0),
+            )
+        ),
+        (("[" * 100_000).encode(), "is not a measurement"),
         *(
             (json.dumps({key: value for key, value in GOOD.items() if key != name}).encode(), name)
             for name in ("title", "ceilings", "provenance", "rows")

@@ -350,7 +350,12 @@ def test_files_in_folders_that_the_index_names_are_converted(tmp_path: Path) -> 
     linked = tmp_path / "d"
     linked.mkdir()
     (linked / "sub").symlink_to(source / "sub")
-    refused(source, linked, "bf16", "sub/x.safetensors leads to", "outside of the result or into its source")
+    elsewhere = tmp_path / "e"
+    elsewhere.mkdir()
+    for folder in (source / "sub", elsewhere):
+        (linked / "sub").unlink()
+        (linked / "sub").symlink_to(folder)
+        refused(source, linked, "bf16", f"sub/x.safetensors leads to {folder}", "outside of the result or into its source")
 
 
 def test_a_target_within_the_source_cannot_replace_its_files(tmp_path: Path) -> None:

@@ -882,3 +882,27 @@ def test_gemms_are_told_the_rows_that_an_expert_of_the_whole_model_gets_on_avera
         bound.up(None, None)  # type: ignore[arg-type]
         bound.down()
     assert told == [expected] * 6
+
+
+def test_more_programs_than_a_grid_has_are_refused_and_no_remedy() -> None:
+    spec = named_spec("qwen3-30b-a3b")
+    with pytest.raises(UnsupportedShape, match=r"bucket 8192 needs 65536 programs in path 'direct', a grid has 65535"):
+        plan(spec, [8192], recipes="direct")
+    assert plan(spec, [8191], recipes="direct").buckets[0].rows == 8 * 8191
+    with pytest.raises(UnsupportedShape, match="path 'gathered'"):
+        plan(spec, [131072], recipes="gathered")
+    with pytest.raises(ArenaTooLarge) as refused:
+        plan(spec, [1, 16384], max_arena_bytes=340 << 20)
+    assert "path='direct'" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "recipe"), [(MoESpec(512, 10, 4096, 256), "gathered"), (MoESpec(160, 8, 5120, 256), "gathered"), (MoESpec(32, 4, 2880, 2880), None)]
+)
+def test_shapes_without_a_profile_are_planned_by_the_rule_or_refused_with_the_numbers(spec: MoESpec, recipe: str | None) -> None:
+    if recipe is None:
+        with pytest.raises(UnsupportedShape, match=r"hidden_size=2880 is not a multiple of 128.*bf16"):
+            plan(spec, [16])
+        assert plan(spec, [16], fmt="bf16").buckets[0].recipe.path == "gathered"
+        return
+    assert [bucket.recipe.path for bucket in plan(spec, [1, 16, 4096]).buckets] == ["direct", recipe, "psum"]

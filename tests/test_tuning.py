@@ -20,7 +20,7 @@ from graphmoe.errors import GraphMoEError, UnknownRecipe
 from graphmoe.formats import get_format
 from graphmoe.measure import Ceilings, Timing
 from graphmoe.paths import PATHS, get_path
-from graphmoe.trial import LAYERS, Bench, Trial
+from graphmoe.trial import LAYERS, Bench, Trial, layers_of
 from graphmoe.tuning import compile_ahead, neighbours, starting_points, tune
 from tests.checks import random_weights
 
@@ -486,3 +486,13 @@ def test_ceilings_are_measured_in_the_format_of_the_weights(monkeypatch: pytest.
     device = torch.device("cpu")
     assert Ceilings.measure("bf16", device) == Ceilings(read_bandwidth=3.0, matmul_flops=5.0)
     assert asked == [device, ("bf16", device)]
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "layers"), [("qwen3-30b-a3b", 1, 6), ("deepseek-v3", 8, 6), ("qwen3-30b-a3b", 8, 39), ("qwen3-30b-a3b", 16, 39)]
+)
+def test_a_rotation_outgrows_the_cache_however_few_experts_a_token_has_here(model: str, ep: int, layers: int) -> None:
+    spec = named_spec(model).shard(ep=ep)
+    assert layers_of(spec, "fp8_block") == layers
+    read = layers * 3 * spec.hidden_size * spec.intermediate_size * max(1, spec.top_k * spec.num_local_experts // spec.num_experts)
+    assert read >= 180e6

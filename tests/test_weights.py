@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphmoe import ExpertWeights, MoESpec
-from graphmoe.checkpoint import CheckpointReader, TensorFile
+from graphmoe.checkpoint import CheckpointReader, TensorFile, write_tensors
 from graphmoe.errors import CheckpointError, InvalidInput, UnsupportedShape, WeightsError, WeightsMismatch
 from tests.checks import random_weights
 
@@ -632,6 +632,12 @@ def test_a_tensor_parallel_shard_is_not_saved_as_a_layer(fmt, tmp_path):
     assert not (tmp_path / "shards").exists()
     whole.shard(1, 0).save(tmp_path / "shards")
     assert_same(ExpertWeights.load(tmp_path / "shards", whole.spec, tp=1, tp_rank=0), whole)
+
+
+def test_a_file_that_is_written_again_replaces_its_own_tensors(tmp_path):
+    for value in (1.0, 2.0):
+        write_tensors(tmp_path, "x.safetensors", {"a": torch.full((2,), value)}, replaces=[])
+    assert CheckpointReader(tmp_path).read("a").tolist() == [2.0, 2.0]
 
 
 def test_what_an_index_says_besides_is_kept(tmp_path):

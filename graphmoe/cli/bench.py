@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -119,19 +120,39 @@ def _rows(trial: Trial, batches: list[Batch], tokens: int, chosen: bool) -> list
 def _read(path: Path) -> dict[str, Any]:
     try:
         measured: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not a measurement of graphmoe bench: {error}") from error
     if not isinstance(measured, dict) or measured.get("schema") != SCHEMA:
         raise InvalidInput(f"{path} has no schema {SCHEMA!r}: it is not a measurement of this graphmoe bench")
     try:
         for row in measured["rows"]:
-            Row(**row)
+            _judge(Row(**row))
         missing = {"title", "ceilings", "provenance"} - measured.keys() or {"device"} - measured["provenance"].keys()
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"{path} lacks or misspells a field of a measurement: {error}") from error
     if missing:
         raise InvalidInput(f"{path} lacks {', '.join(sorted(missing))} of a measurement")
     return measured
+
+
+def _judge(row: Row) -> None:
+    """Raise ValueError unless a row's fields are what they are called."""
+    for name in ("graph_us", "floor_us"):
+        value = float(getattr(row, name))
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}={value} must be above 0")
+    for name in ("spread_us", "worst_row", *(["call_us"] if row.call_us is not None else [])):
+        if not math.isfinite(float(getattr(row, name))):
+            raise ValueError(f"{name}={getattr(row, name)} must be a number")
+    for name in ("tokens", "launches", "arena_bytes", "active_experts"):
+        if type(getattr(row, name)) is not int or getattr(row, name) < (1 if name == "tokens" else 0):
+            raise ValueError(f"{name}={getattr(row, name)!r} must be a count")
+    for name in ("graph_us", "spread_us", "floor_us", "worst_row", "call_us"):
+        if isinstance(getattr(row, name), str | bool):
+            raise ValueError(f"{name}={getattr(row, name)!r} must be a number")
+    for name in ("routing", "path", "recipe"):
+        if not isinstance(getattr(row, name), str):
+            raise ValueError(f"{name}={getattr(row, name)!r} must be a name")
 
 
 def _write(measured: dict[str, Any], path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +45,7 @@ def tune(
     spec, sizes = named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor), BucketLadder.of(buckets).sizes
     file = (out or profiles_root()) / device_slug(name) / f"{_slug(model, tp, ep, fmt)}.json"
     command = shlex.join(["graphmoe", "tune", "--model", model, "--tp", str(tp), "--ep", str(ep), "--format", fmt, "--buckets", buckets])
-    console, records = make_console(), _earlier(file, spec, fmt, again)
+    console, records = make_console(), _earlier(file, spec, fmt, name, provenance(device), again)
     left = [tokens for tokens in sizes if again or tokens not in records]
     console.print(f"{model} tp={tp} ep={ep} {fmt} on {name}: {len(left)} of {len(sizes)} buckets to measure; profile {file}")
     if left and budget > 0:
@@ -72,17 +73,24 @@ def tune(
     console.print(f"{len(records)} buckets in {file}, {time.perf_counter() - started:.0f} s")
 
 
-def _earlier(file: Path, spec: MoESpec, fmt: str, again: bool) -> dict[int, BucketRecord]:
-    """Records of an earlier run that still hold. A file of something else is refused, or with `again` written anew."""
+def _earlier(file: Path, spec: MoESpec, fmt: str, device: str, facts: Mapping[str, str], again: bool) -> dict[int, BucketRecord]:
+    """Records of an earlier run that still hold: of this device, and made with the same libraries (`facts`).
+
+    A file of something else is refused, or with `again` written anew.
+    """
     if not file.is_file():
         return {}
     try:
         profile = Profile.load(file)
         profile.check(spec, fmt)
+        if profile.device != device:
+            raise PlanError(f"{file} was measured on {profile.device!r}, this is {device!r}")
     except PlanError as error:
         if again:
             return {}
         raise type(error)(f"{error}; --again writes {file} anew") from error
+    if any(profile.provenance.get(name) != value for name, value in facts.items() if name != "graphmoe"):
+        return {}
     return {record.tokens: record for record in profile.buckets if profile.void(record.tokens) is None}
 
 
