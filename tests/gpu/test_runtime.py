@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmoe import ExpertWeights, MoERuntime, Recipe
-from graphmoe.errors import BatchTooLarge, BrokenPromise, CaptureError, InvalidInput, RuntimeClosed
+from graphmoe.errors import BatchTooLarge, BrokenPromise, CaptureError, InvalidInput, RuntimeClosed, WeightsMismatch
 from tests.checks import RECIPES, assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
 from tests.gpu.cases import SMALL as SPEC
 
@@ -321,6 +321,30 @@ def test_a_masked_tile_that_the_gemm_does_not_keep_is_refused_or_right(weights: 
         batch = _batch(t)
         assert_rows(made(*batch), oracle(*batch, weights), "fp8_block")
         made.close()
+
+
+def test_weights_that_move_are_refused_rebound_and_refreshed(weights: ExpertWeights) -> None:
+    """Replaced storage is refused before a replay; a rebind swaps graphs on the same arena; a copy of host weights is renewed on request."""
+    batch = _batch(7)
+    host, other = random_weights(SPEC, "fp8_block"), random_weights(SPEC, "fp8_block", seed=3, device="cuda")
+    with MoERuntime(SPEC, host, device="cuda", buckets=[8], path="gathered", progress=False) as made:
+        address = made.inputs(8).x.data_ptr()
+        want = oracle(*batch, weights, "gathered")
+        assert_rows(made(*batch), oracle(*batch, host.to("cuda"), "gathered"), "fp8_block", recipe="gathered")
+        for name, tensor in other.tensors().items():
+            host.tensors()[name].copy_(tensor)
+        with pytest.raises(WeightsMismatch, match="refresh"):
+            made(*batch)
+        made.refresh()
+        assert_rows(made(*batch), oracle(*batch, other, "gathered"), "fp8_block", recipe="gathered")
+        made.rebind(weights)
+        assert made.inputs(8).x.data_ptr() == address
+        assert_rows(made(*batch), want, "fp8_block", recipe="gathered")
+        mine = ExpertWeights(SPEC, "fp8_block", **{name: tensor.clone() for name, tensor in weights.tensors().items()})  # type: ignore[arg-type]
+        made.rebind(mine)
+        mine.w2.data = mine.w2.data.clone()
+        with pytest.raises(WeightsMismatch, match="w2 has moved"):
+            made(*batch)
 
 
 def _failing_at(call: int, original: Callable[..., None]) -> Callable[..., None]:
