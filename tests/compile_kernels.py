@@ -25,12 +25,27 @@ from graphmoe.kernels.scatter import _scatter_kernel
 from graphmoe.kernels.stage import _stage_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
+_LOAD_EARLY = ("_gather_down_kernel", "_gemv_down_kernel")
+"""They ask for tiles, ids and weights before they wait: all older than the kernel that they wait for."""
 
 
 def compile_kernel(kernel: Any, pointers: dict[str, str], **constexprs: Any) -> None:
-    """Compile one variant; arguments that are not named are int32 scalars."""
+    """Compile one variant; arguments that are not named are int32 scalars. With programmatic launch, its code is held to the rule."""
     signature = {name: pointers.get(name, "constexpr" if name in constexprs else "i32") for name in kernel.arg_names}
-    triton.compile(ASTSource(kernel, signature, constexprs), target=TARGET)
+    ptx = triton.compile(ASTSource(kernel, signature, constexprs), target=TARGET).asm["ptx"]
+    if constexprs.get("PDL"):
+        judge_waiting(kernel.fn.__name__, ptx)
+
+
+def judge_waiting(name: str, ptx: str) -> None:
+    """Raise unless the kernel waits before it signals and before it stores, and before it loads unless it may ask earlier for what is older."""
+    wait, signal = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+    assert 0 <= wait < signal, f"{name} does not wait and then signal"
+    for access in ("st.global", "red.global", "atom.global", *(() if name in _LOAD_EARLY else ("ld.global",))):
+        first = ptx.find(access)
+        assert first < 0 or wait < first, f"{name} has {access} before it waits"
+    if name in _LOAD_EARLY:
+        assert "ld.global" in ptx[wait:], f"{name} loads everything before it waits"
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import graphmoe
 from graphmoe import MoERuntime, MoESpec, Plan, Recipe, named_spec, plan
 from graphmoe import profile as profile_module
 from graphmoe.cli import app
@@ -398,6 +399,19 @@ def test_the_nearest_is_the_nearest_of_all(sizes: list[int], tokens: int) -> Non
         # ratios as exact fractions: a/t for a >= t, t/a below; the larger of two that are equally near
         best = [a for a in sizes if all(max(a, tokens) * min(b, tokens) <= max(b, tokens) * min(a, tokens) for b in sizes)]
         assert dict(choice[0].options)["block_e"] == max(best)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_declares_every_kernel_that_it_launches_and_what_these_are_made_of(name: str) -> None:
+    """A source that is not declared could change beneath a measurement."""
+    package = Path(graphmoe.__file__).parent
+    sources = get_path(name).sources
+    launched = {f"kernels/{op}.py" for op in re.findall(r"self\.ops\.(\w+)\(", (package / sources[0]).read_text())}
+    assert launched
+    used = {
+        f"kernels/{module}.py" for file in sources for module in re.findall(r"from graphmoe\.kernels\.(\w+) import", (package / file).read_text())
+    }
+    assert launched | used <= set(sources)
 
 
 # --- which file is found
