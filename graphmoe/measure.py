@@ -86,6 +86,10 @@ class Ceilings:
     def measure(cls, fmt: str, device: torch.device) -> Ceilings:
         return cls(read_bandwidth(device), matmul_flops(fmt, device))
 
+    def of(self, fmt: str) -> str:
+        """`4.39 TB/s read, 1522 TFLOP/s dense fp8_block`."""
+        return f"{self.read_bandwidth / 1e12:.2f} TB/s read, {self.matmul_flops / 1e12:.0f} TFLOP/s dense {fmt}"
+
     def floor_us(self, weights: ExpertWeights, counts: Sequence[int]) -> float:
         """Microseconds that no layer can beat: its active experts' weights read once, or its products computed, whichever takes longer.
 

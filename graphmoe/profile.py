@@ -77,8 +77,8 @@ class BucketRecord:
             if type(value) is not int or value < 1:
                 raise PlanError(f"{name}={value!r} must be an int of at least 1")
         for name, positive in (("replay_us", True), ("spread_us", False), ("floor_us", True), ("worst_row", False)):
-            object.__setattr__(self, name, _number(name, getattr(self, name), positive=positive))
-        _number("ratio", self.ratio, positive=False)
+            object.__setattr__(self, name, finite_number(name, getattr(self, name), positive=positive))
+        finite_number("ratio", self.ratio, positive=False)
 
     @property
     def ratio(self) -> float:
@@ -98,7 +98,7 @@ class BucketRecord:
         """
         given = _object(data, (*(field.name for field in fields(cls)), "ratio"))
         record = cls(**{**{name: value for name, value in given.items() if name != "ratio"}, "recipe": _recipe(given["recipe"])})
-        if not math.isclose(_number("ratio", given["ratio"], positive=False), record.ratio, rel_tol=0.01):
+        if not math.isclose(finite_number("ratio", given["ratio"], positive=False), record.ratio, rel_tol=0.01):
             raise PlanError(f"ratio={given['ratio']!r} is not replay_us / floor_us = {record.ratio:.4g}: the record was edited; measure it anew")
         return record
 
@@ -374,8 +374,12 @@ def _recipe(data: Any) -> Recipe:
             raise PlanError(f"options={given['options']!r}: {error}") from error
 
 
-def _number(name: str, value: Any, *, positive: bool) -> float:
-    """A finite float from 0 up, or above 0."""
+def finite_number(name: str, value: Any, *, positive: bool) -> float:
+    """A finite float from 0 up, or above 0.
+
+    Raises:
+        PlanError: it is none; the message names it.
+    """
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
     except OverflowError:

@@ -94,7 +94,7 @@ class _Core:
             built = self.open()
             if layer not in range(len(built.watches)):
                 raise InvalidInput(f"{layer} is not a layer of this runtime; it has layers 0 to {len(built.watches) - 1}")
-            with self._in_order():
+            with self._outside_capture("refreshed weights are copied"):
                 built.watches[layer].refresh(self.plan.arch)
 
     def rebind(self, weights: Sequence[ExpertWeights]) -> None:
@@ -110,11 +110,11 @@ class _Core:
             old.release()
 
     def read_flag(self) -> bool:
-        with self._lock, self._in_order():
+        with self._lock, self._outside_capture("the flag of broken promises is read"):
             return self.open().flag.read()
 
     def clear_flag(self) -> None:
-        with self._lock, self._in_order():
+        with self._lock, self._outside_capture("the flag of broken promises is cleared"):
             self.open().flag.clear()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class _Core:
                     if torch.cuda.is_current_stream_capturing():
                         yield False
                     else:
-                        with self._in_order() as stream:
+                        with self._in_order(self._last_use) as stream:
                             yield True
                             raised = flag.poll(stream)
         finally:
@@ -181,22 +181,28 @@ class _Core:
         self._warn_if(raised)
 
     @contextmanager
-    def _in_order(self) -> Iterator[torch.cuda.Stream | None]:
-        """Work on the arena that the current stream does after the last one's, on whatever stream that was."""
+    def _outside_capture(self, what: str) -> Iterator[None]:
+        """Work on the arena, in order, that a graph cannot record."""
         if self._last_use is None:
-            yield None
+            yield
             return
         with _on(self.device):
             if torch.cuda.is_current_stream_capturing():
-                raise CallError("the flag of broken promises cannot be read or cleared while the current stream captures a graph")
-            stream = self._current_stream()
-            if self._last_stream is not None and self._last_stream is not stream:
-                stream.wait_event(self._last_use)
-            try:
-                yield stream
-            finally:  # whatever was launched before an interruption still uses the arena
-                self._last_use.record(stream)
-                self._last_stream = stream
+                raise CallError(f"{what} outside of graphs only: the current stream captures one")
+            with self._in_order(self._last_use):
+                yield
+
+    @contextmanager
+    def _in_order(self, last_use: torch.cuda.Event) -> Iterator[torch.cuda.Stream]:
+        """Work on the arena that the current stream does after the last one's, on whatever stream that was."""
+        stream = self._current_stream()
+        if self._last_stream is not None and self._last_stream is not stream:
+            stream.wait_event(last_use)
+        try:
+            yield stream
+        finally:  # whatever was launched before an interruption still uses the arena
+            last_use.record(stream)
+            self._last_stream = stream
 
     def _warn_if(self, raised: bool) -> None:
         if raised:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe import bounds
+from graphmoe.formats import BLOCK, get_format
 from graphmoe.spec import MoESpec
 from graphmoe.weights import ExpertWeights
 
@@ -25,6 +26,16 @@ def random_weights(spec: MoESpec, fmt: str, *, seed: int = 0, device: torch.devi
         return values.normal_(0.0, columns**-0.5, generator=generator)
 
     return ExpertWeights.from_bf16(spec, draw(2 * i, h), draw(h, i), fmt=fmt)
+
+
+def unwritten_weights(spec: MoESpec, fmt: str, *, device: torch.device | str) -> ExpertWeights:
+    """Experts whose values are whatever the memory holds: enough to compile what runs on them."""
+    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    scaled = get_format(fmt).scales is not None
+    dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
+    payloads = [torch.empty(shape, dtype=dtype, device=device) for shape in ((e, 2 * i, h), (e, h, i))]
+    scales = [torch.ones(e, n // BLOCK, k // BLOCK, device=device) for n, k in ((2 * i, h), (h, i))] if scaled else []
+    return ExpertWeights(spec, fmt, *payloads, *scales)
 
 
 def random_inputs(spec: MoESpec, tokens: int, *, seed: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmoe import bounds
 from graphmoe.formats import Rounding, get_format
 from graphmoe.measure import Ceilings, Timing, call_timing, graph_timing
-from graphmoe.paths import get_path
+from graphmoe.paths import filled, rounding_of
 from graphmoe.recipe import Recipe
 from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.runtime import MoERuntime
@@ -115,9 +115,8 @@ class Bench:
         A recipe that cannot run or computes wrong rows is refused, not raised.
         """
         tokens = batches[0].x.shape[0]
-        options = get_path(recipe.path).options(recipe)
-        recipe = Recipe(recipe.path, **options)
-        rounding = get_path(recipe.path).rounding(options)
+        recipe = filled(recipe)
+        rounding = rounding_of(recipe)
         limit = row_limit(self.fmt, rounding)
         try:
             runtime = MoERuntime(self.spec, layers=self.layers, buckets=[tokens], path=recipe, progress=False)

@@ -12,13 +12,13 @@ import torch
 
 from graphmoe.errors import GraphMoEError
 from graphmoe.formats import get_format
-from graphmoe.paths import get_path
+from graphmoe.paths import filled
 from graphmoe.profile import BucketRecord
 from graphmoe.recipe import Recipe
 from graphmoe.runtime import MoERuntime
+from graphmoe.samples import unwritten_weights
 from graphmoe.spec import MoESpec
 from graphmoe.trial import Bench, Trial
-from graphmoe.weights import ExpertWeights
 
 _DIRECT_TOKENS, _GROUPED_TOKENS = 8, 8
 _GATHERED_ROWS = 64
@@ -76,18 +76,13 @@ def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
         points += [Recipe("masked"), Recipe("psum", block_e=64)]
     if rows > _GATHERED_ROWS // 2:
         points += [Recipe("psum", block_e=128), Recipe("compact", block_e=128)]
-    return [_filled(point) for point in points]
+    return [filled(point) for point in points]
 
 
 def neighbours(recipe: Recipe) -> Iterator[list[Recipe]]:
     """For each independent half of a path's options: the recipe with every choice of that half."""
     for choices in _STEPS.get(recipe.path, ()):
-        yield [_filled(Recipe(recipe.path, **{**dict(recipe.options), **choice})) for choice in choices]
-
-
-def _filled(recipe: Recipe) -> Recipe:
-    """With every option, so that one recipe has one name."""
-    return Recipe(recipe.path, **get_path(recipe.path).options(recipe))
+        yield [filled(Recipe(recipe.path, **{**dict(recipe.options), **choice})) for choice in choices]
 
 
 def tune(bench: Bench, tokens: int, *, seen: Callable[[Trial], None] = lambda trial: None) -> tuple[BucketRecord, list[Trial]]:
@@ -151,11 +146,7 @@ def compile_ahead(spec: MoESpec, fmt: str, sizes: Sequence[int], *, done: Callab
 
 def _compile(job: tuple[MoESpec, str, Recipe, tuple[int, ...]]) -> None:
     spec, fmt, recipe, buckets = job
-    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-    dtype = torch.bfloat16 if get_format(fmt).scales is None else torch.float8_e4m3fn
     try:
-        payloads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in ((e, 2 * i, h), (e, h, i))]
-        scales = [] if get_format(fmt).scales is None else [torch.ones(e, n // 128, k // 128, device="cuda") for n, k in ((2 * i, h), (h, i))]
-        MoERuntime(spec, ExpertWeights(spec, fmt, *payloads, *scales), buckets=buckets, path=recipe, progress=False).close()
+        MoERuntime(spec, unwritten_weights(spec, fmt, device="cuda"), buckets=buckets, path=recipe, progress=False).close()
     except Exception as error:  # a trial will meet it again and say so
         print(f"{recipe}: {error}", file=sys.stderr)

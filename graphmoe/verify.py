@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphmoe.buckets import BucketLadder
 from graphmoe.errors import VerifyFailed
-from graphmoe.paths import get_path
+from graphmoe.paths import rounding_of
 from graphmoe.recipe import Recipe
 from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.runtime import MoERuntime
@@ -140,8 +140,7 @@ class Verifier:
             return
         x, ids, router = self._batch(case)
         rows = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(case.seed))[:_CHECKED_ROWS].to(self.device)
-        path = get_path(recipe.path)
-        rounding = path.rounding(path.options(recipe))
+        rounding = rounding_of(recipe)
         want = moe_layer(x[rows], ids[rows], router[rows], self._layers[case.layer], rounding=rounding)
         errors = row_errors(y[rows], want)
         limit = row_limit(self._fmt, rounding)

@@ -44,16 +44,10 @@ class WeightWatch:
         Raises:
             WeightsMismatch: a storage that was replaced or freed, or a source that changed; the message names the layer and the way out.
         """
+        self._check_places()
         for one in self._watched:
-            tensor = one.tensor()
-            if tensor is None:
-                continue
-            if tensor.data_ptr() != one.pointer:
-                raise WeightsMismatch(
-                    f"layer {self._layer}: {one.name} has moved from {one.pointer:#x} to {tensor.data_ptr():#x} since it was captured (replaced, "
-                    "reloaded or freed); call rt.rebind(...) with the new weights, or update them in place"
-                )
-            if one.version is not None and tensor._version != one.version:
+            tensor = None if one.version is None else one.tensor()
+            if tensor is not None and tensor._version != one.version:
                 raise WeightsMismatch(
                     f"layer {self._layer}: {one.name} was changed in place, but this runtime holds a copy of it; call rt.refresh({self._layer})"
                 )
@@ -64,27 +58,27 @@ class WeightWatch:
         Raises:
             WeightsMismatch: a storage that was replaced or freed, or a source that is gone.
         """
+        self._check_places()
         if not self._copied:
-            return self.check()
+            return
         given = self._given()
         if given is None:
             raise WeightsMismatch(f"layer {self._layer}: the weights that this runtime copied are gone; call rt.rebind(...) with new ones")
-        before = [one.version for one in self._watched]
-        for one in self._watched:
-            one.version = None
-        try:
-            self.check()
-            renewed, copies = given.prepared(arch).tensors(), self._used.tensors()
-            for name in self._copied:
-                copies[name].copy_(renewed[name])
-        except BaseException:
-            for one, version in zip(self._watched, before, strict=True):
-                one.version = version
-            raise
+        renewed, copies = given.prepared(arch).tensors(), self._used.tensors()
+        for name in self._copied:
+            copies[name].copy_(renewed[name])
         for one in self._watched:
             tensor = one.tensor()
             one.version = None if tensor is None else self._version(one.name, tensor)
-        return None
+
+    def _check_places(self) -> None:
+        for one in self._watched:
+            tensor = one.tensor()
+            if tensor is not None and tensor.data_ptr() != one.pointer:
+                raise WeightsMismatch(
+                    f"layer {self._layer}: {one.name} has moved from {one.pointer:#x} to {tensor.data_ptr():#x} since it was captured (replaced, "
+                    "reloaded or freed); call rt.rebind(...) with the new weights, or update them in place"
+                )
 
     def _watch(self, name: str, tensor: Tensor) -> _Watched:
         reference = weakref.ref(tensor) if name in self._copied else lambda: tensor

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe
 from graphmoe.build import Built
-from graphmoe.formats import Rounding
-from graphmoe.paths import get_path
+from graphmoe.paths import rounding_of
 from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.samples import ROUTINGS, random_inputs, random_weights, routing
+from graphmoe.verify import POISONS
 
 GROUPED = (
     Recipe("masked", row_tile=128),
@@ -29,22 +29,13 @@ RECIPES = (
     Recipe("direct"),
     Recipe("direct", down_slots=1, up_stages=3),
 )
-__all__ = ["ROUTINGS", "random_inputs", "random_weights"]  # shared through here
-
-POISONS = (0x7FC00000, -1, 0x7FFFFFFF)
-"""32-bit words that fill the scratch: a float32 NaN, 0xFF bytes (NaN in bf16 and e4m3, -1 in int32), and the largest int32."""
+__all__ = ["POISONS", "ROUTINGS", "random_inputs", "random_weights", "rounding_of"]  # shared through here
 
 
 def routings(spec: MoESpec, tokens: int, *, seed: int = 0, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """Every named routing of `tokens` tokens: name and int64 `[tokens, K]`."""
     for name in ROUTINGS:
         yield name, routing(name, spec, tokens, seed=seed, device=device)
-
-
-def rounding_of(recipe: Recipe | str) -> Rounding:
-    recipe = Recipe.of(recipe)
-    path = get_path(recipe.path)
-    return path.rounding(path.options(recipe))
 
 
 def assert_rows(y: Tensor, want: Tensor, fmt: str, where: str = "", *, recipe: Recipe | str = "psum") -> float:

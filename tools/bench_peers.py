@@ -73,14 +73,16 @@ def main() -> None:
     parser.add_argument("--buckets", default="1,2,4,8,16,32,64,128,256,512,1024")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
-    spec = named_spec(options.model).shard(tp=options.tp, ep=options.ep)
+    spec = named_spec(options.model).shard(tp=options.tp, ep=options.ep, block=BLOCK)
     bench = Bench(spec, "fp8_block", device)
     gemm = DeepGemm("fp8_block", device)
     made = plan(spec, BucketLadder.of(options.buckets), profile=find_profile(spec, "fp8_block", torch.cuda.get_device_name(device)))
     e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
     plain = [[torch.randn(e, n, k, device=device, dtype=torch.bfloat16) for n, k in ((2 * i, h), (h, i))] for _ in range(3)]
     console = make_console()
-    console.print(f"{options.model} tp={options.tp} ep={options.ep}: {torch.cuda.get_device_name(device)}, {bench.ceilings}; time / floor")
+    console.print(
+        f"{options.model} tp={options.tp} ep={options.ep}: {torch.cuda.get_device_name(device)}, {bench.ceilings.of('fp8_block')}; time / floor"
+    )
     for bucket in made.buckets:
         batch = bench.batches(bucket.tokens)[0]
         trial = bench.run(bucket.recipe, [batch])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -11,23 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from graphmoe.buckets import BucketLadder
-from graphmoe.cli.console import make_console
+from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, format_name
+from graphmoe.cli.options import FORMAT_HELP, format_name, sharded
 from graphmoe.cli.plot import figure_class, plot
 from graphmoe.device import arch_of
 from graphmoe.errors import InvalidInput
-from graphmoe.formats import get_format
 from graphmoe.planner import plan as make_plan
-from graphmoe.profile import find_profile
+from graphmoe.profile import find_profile, finite_number
 from graphmoe.provenance import provenance
 from graphmoe.recipe import Recipe
-from graphmoe.spec import model_names, named_spec
+from graphmoe.spec import model_names
 from graphmoe.trial import Batch, Bench, Trial
 
 SCHEMA = "graphmoe.bench/1"
@@ -84,12 +80,12 @@ def bench(
 def _measure(model: str, tp: int, ep: int, buckets: str, fmt: str, others: bool) -> dict[str, Any]:
     device, name = measured_gpu()
     fmt = format_name(fmt)
-    spec, ladder = named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor), BucketLadder.of(buckets)
+    spec, ladder = sharded(model, tp, ep, fmt), BucketLadder.of(buckets)
     profile = find_profile(spec, fmt, name)
     chosen = {bucket.tokens: bucket.recipe for bucket in make_plan(spec, ladder, fmt=fmt, arch=arch_of(device), profile=profile).buckets}
     bench = Bench(spec, fmt, device)
     rows: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with make_progress() as bar:
         task = bar.add_task("measuring", total=len(chosen))
         for tokens, recipe in chosen.items():
             batches = bench.batches(tokens)
@@ -97,7 +93,7 @@ def _measure(model: str, tp: int, ep: int, buckets: str, fmt: str, others: bool)
             for candidate in (recipe, *rivals):
                 rows += _rows(bench.run(candidate, batches, calls=candidate == recipe), batches, tokens, candidate == recipe)
             bar.advance(task)
-    ceilings = f"{bench.ceilings.read_bandwidth / 1e12:.2f} TB/s read, {bench.ceilings.matmul_flops / 1e12:.0f} TFLOP/s dense {fmt}"
+    ceilings = bench.ceilings.of(fmt)
     facts = {**provenance(device), "date": f"{datetime.now(UTC):%Y-%m-%d}", "profile": profile.title if profile else "none"}
     title = f"{model}{f' tp={tp}' if tp > 1 else ''}{f' ep={ep}' if ep > 1 else ''}, {fmt}"
     return {"schema": SCHEMA, "title": title, "provenance": facts, "ceilings": ceilings, "rows": [asdict(row) for row in rows]}
@@ -128,7 +124,7 @@ def _read(path: Path) -> dict[str, Any]:
         for row in measured["rows"]:
             _judge(Row(**row))
         missing = {"title", "ceilings", "provenance"} - measured.keys() or {"device"} - measured["provenance"].keys()
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"{path} lacks or misspells a field of a measurement: {error}") from error
     if missing:
         raise InvalidInput(f"{path} lacks {', '.join(sorted(missing))} of a measurement")
@@ -137,19 +133,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _judge(row: Row) -> None:
     """Raise ValueError unless a row's fields are what they are called."""
-    for name in ("graph_us", "floor_us"):
-        value = float(getattr(row, name))
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value} must be above 0")
-    for name in ("spread_us", "worst_row", *(["call_us"] if row.call_us is not None else [])):
-        if not math.isfinite(float(getattr(row, name))):
-            raise ValueError(f"{name}={getattr(row, name)} must be a number")
+    for name in ("graph_us", "floor_us", "spread_us", "worst_row", "call_us"):
+        value = getattr(row, name)
+        if name != "call_us" or value is not None:
+            finite_number(name, value, positive=name in ("graph_us", "floor_us"))
     for name in ("tokens", "launches", "arena_bytes", "active_experts"):
         if type(getattr(row, name)) is not int or getattr(row, name) < (1 if name == "tokens" else 0):
             raise ValueError(f"{name}={getattr(row, name)!r} must be a count")
-    for name in ("graph_us", "spread_us", "floor_us", "worst_row", "call_us"):
-        if isinstance(getattr(row, name), str | bool):
-            raise ValueError(f"{name}={getattr(row, name)!r} must be a number")
     for name in ("routing", "path", "recipe"):
         if not isinstance(getattr(row, name), str):
             raise ValueError(f"{name}={getattr(row, name)!r} must be a name")

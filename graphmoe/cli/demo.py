@@ -19,8 +19,7 @@ from graphmoe.cli.options import PATH_HELP, short
 from graphmoe.cli.toy_model import LAYERS, SPEC, ToyModel, write_checkpoint
 from graphmoe.device import resolve_device
 from graphmoe.errors import InvalidInput
-from graphmoe.formats import Rounding
-from graphmoe.paths import get_path
+from graphmoe.paths import rounding_of
 from graphmoe.planner import BucketPlan
 from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.runtime import MoERuntime
@@ -64,7 +63,7 @@ def demo(
         console.print(_table(runtime, seen))
         for line in _legend(runtime):
             console.print(line)
-        limits = {tokens: row_limit(runtime.plan.fmt, _rounding(runtime.plan.bucket(tokens))) for tokens in seen}
+        limits = {tokens: row_limit(runtime.plan.fmt, rounding_of(runtime.plan.bucket(tokens).recipe)) for tokens in seen}
         closest = max(seen, key=lambda tokens: seen[tokens].worst_row / limits[tokens])
         worst, limit = seen[closest].worst_row, limits[closest]
         console.print(
@@ -107,17 +106,12 @@ def _decode(runtime: MoERuntime, layers: list[ExpertWeights], sequences: list[by
             one = seen.setdefault(bucket.tokens, _Seen())
             one.steps += 1
             one.rows_used = max(one.rows_used, _rows_used(bucket, ids))
-            want = moe_layer(x, ids, weights, layers[layer], rounding=_rounding(bucket))
+            want = moe_layer(x, ids, weights, layers[layer], rounding=rounding_of(bucket.recipe))
             one.worst_row = max(one.worst_row, float(row_errors(y, want).max()))
             one.last_batch = (x, ids, weights)
             hidden = hidden + y.float()
         model.next_bytes(hidden)
     return seen
-
-
-def _rounding(bucket: BucketPlan) -> Rounding:
-    """Where the bucket's path rounds activations; the oracle rounds there too."""
-    return get_path(bucket.recipe.path).rounding(bucket.options)
 
 
 def _rows_used(bucket: BucketPlan, ids: Tensor) -> int:

@@ -8,6 +8,7 @@ import re
 from graphmoe.formats import FORMATS, get_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
+from graphmoe.spec import MoESpec, named_spec
 
 FORMAT_HELP = f"one of: {', '.join(FORMATS)} (fp8 is short for fp8_block)"
 PATH_HELP = f"auto, or one of: {', '.join(PATHS)}; with options: psum:block_e=128"
@@ -23,6 +24,11 @@ def format_name(text: str) -> str:
         UnsupportedShape: an unknown format.
     """
     return get_format(_SHORT.get(text, text)).name
+
+
+def sharded(model: str, tp: int, ep: int, fmt: str) -> MoESpec:
+    """A model's layer as one rank stores it: whole scale blocks of the format."""
+    return named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor)
 
 
 def short(recipe: Recipe) -> str:

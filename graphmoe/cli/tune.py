@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -11,18 +10,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from graphmoe.buckets import BucketLadder
-from graphmoe.cli.console import make_console
+from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, format_name
+from graphmoe.cli.options import FORMAT_HELP, format_name, sharded
 from graphmoe.errors import PlanError
-from graphmoe.formats import get_format
 from graphmoe.profile import BucketRecord, Profile, device_slug, kernels_version, profiles_root, shape_of
 from graphmoe.provenance import provenance
-from graphmoe.spec import MoESpec, model_names, named_spec
+from graphmoe.spec import MoESpec, model_names
 from graphmoe.trial import Bench, Trial
 from graphmoe.tuning import compile_ahead
 from graphmoe.tuning import tune as tune_bucket
@@ -42,19 +38,19 @@ def tune(
     started = time.perf_counter()
     device, name = measured_gpu()
     fmt = format_name(fmt)
-    spec, sizes = named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor), BucketLadder.of(buckets).sizes
+    spec, sizes = sharded(model, tp, ep, fmt), BucketLadder.of(buckets).sizes
     file = (out or profiles_root()) / device_slug(name) / f"{_slug(model, tp, ep, fmt)}.json"
     command = shlex.join(["graphmoe", "tune", "--model", model, "--tp", str(tp), "--ep", str(ep), "--format", fmt, "--buckets", buckets])
     console, records = make_console(), _earlier(file, spec, fmt, name, provenance(device), again)
     left = [tokens for tokens in sizes if again or tokens not in records]
     console.print(f"{model} tp={tp} ep={ep} {fmt} on {name}: {len(left)} of {len(sizes)} buckets to measure; profile {file}")
     if left and budget > 0:
-        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        with make_progress() as bar:
             task = bar.add_task("compiling", total=None)
             jobs = compile_ahead(spec, fmt, left, done=lambda: bar.advance(task))
             console.print(f"compiled {jobs} recipes by parallel processes, {time.perf_counter() - started:.0f} s so far")
             bench = Bench(spec, fmt, device)
-            ceilings = f"{bench.ceilings.read_bandwidth / 1e12:.2f} TB/s read, {bench.ceilings.matmul_flops / 1e12:.0f} TFLOP/s dense {fmt}"
+            ceilings = bench.ceilings.of(fmt)
             console.print(f"ceilings: {ceilings}")
             for tokens in list(left):
                 if time.perf_counter() - started > budget:

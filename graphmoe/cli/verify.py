@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from graphmoe.buckets import BucketLadder
-from graphmoe.cli.console import make_console
+from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.demo import SPEC as SMALL
-from graphmoe.cli.options import FORMAT_HELP, PATH_HELP, format_name
+from graphmoe.cli.options import FORMAT_HELP, PATH_HELP, format_name, sharded
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.formats import get_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
-from graphmoe.spec import MoESpec, model_names, named_spec
+from graphmoe.spec import MoESpec, model_names
 from graphmoe.verify import Case, Verifier, soak
 from graphmoe.verify import verify as verify_calls
 
@@ -40,7 +37,7 @@ def verify(
     """Call each path with routings that change every time, and hold every output against an oracle and against its own first bits."""
     fmt = format_name(fmt)
     place = resolve_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    spec = SMALL if model is None else named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor)
+    spec = SMALL if model is None else sharded(model, tp, ep, fmt)
     ladder, console = BucketLadder.of(buckets), make_console()
     recipes = [Recipe.of(path)] if path else _every_path(spec, fmt, arch_of(place))
     console.print(f"{model or 'small layer'}, {fmt}, buckets {', '.join(map(str, ladder.sizes))}, on {place}: {examples} calls a path, seed {seed}")
@@ -52,7 +49,7 @@ def verify(
                 console.print(f"{recipe}: {reproduce}: right")
                 continue
             started = time.perf_counter()
-            with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+            with make_progress() as bar:
                 task = bar.add_task(str(recipe), total=examples)
                 verify_calls(verifier, examples, seed=seed, done=lambda bar=bar, task=task: bar.advance(task))  # type: ignore[misc]
             seconds = time.perf_counter() - started

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from graphmoe.errors import UnknownRecipe
+from graphmoe.formats import Rounding
 from graphmoe.paths.base import Path
 from graphmoe.paths.direct import DirectPath
 from graphmoe.paths.gathered import GatheredPath
 from graphmoe.paths.grouped import GroupedPath
+from graphmoe.recipe import Recipe
 
 _REGISTERED: tuple[Path, ...] = (GroupedPath("masked"), GroupedPath("compact"), GroupedPath("psum"), GatheredPath(), DirectPath())
 PATHS: dict[str, Path] = {path.name: path for path in _REGISTERED}
@@ -17,3 +19,15 @@ def get_path(name: str) -> Path:
     if name not in PATHS:
         raise UnknownRecipe(f"unknown path {name!r}; known: {', '.join(PATHS)}, or 'auto'")
     return PATHS[name]
+
+
+def filled(recipe: Recipe) -> Recipe:
+    """The recipe with every option of its path, so that one recipe has one name."""
+    return Recipe(recipe.path, **get_path(recipe.path).options(recipe))
+
+
+def rounding_of(recipe: Recipe | str) -> Rounding:
+    """Where the path of a recipe rounds activations."""
+    recipe = Recipe.of(recipe)
+    path = get_path(recipe.path)
+    return path.rounding(path.options(recipe))

@@ -7,10 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, named_spec
 from graphmoe.errors import CaptureError
+from graphmoe.samples import unwritten_weights
 from tests.checks import RECIPES, random_weights
 
 BUCKETS = (1, 2, 8, 32, 128, 512)
@@ -51,13 +50,9 @@ def weights_of(shape: str, fmt: str, seed: int = 0) -> ExpertWeights:
 
 
 def _compile(case: Case) -> None:
-    spec = case.spec
-    e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-    dtype = torch.bfloat16 if case.fmt == "bf16" else torch.float8_e4m3fn
-    tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape in ((e, 2 * i, h), (e, h, i))]
-    scales = [] if case.fmt == "bf16" else [torch.ones(e, n // 128, k // 128, device="cuda") for n, k in ((2 * i, h), (h, i))]
     with suppress(CaptureError):  # compiled all the same
-        MoERuntime(spec, ExpertWeights(spec, case.fmt, *tensors, *scales), buckets=case.buckets, path=case.recipe, progress=False).close()
+        weights = unwritten_weights(case.spec, case.fmt, device="cuda")
+        MoERuntime(case.spec, weights, buckets=case.buckets, path=case.recipe, progress=False).close()
 
 
 if __name__ == "__main__":
