@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 
 import torch
 
-from graphmoe.errors import GraphMoEError
+from graphmoe.errors import GraphMoEError, UnknownRecipe
 from graphmoe.formats import get_format
 from graphmoe.paths import filled
 from graphmoe.profile import BucketRecord
@@ -80,9 +81,13 @@ def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
 
 
 def neighbours(recipe: Recipe) -> Iterator[list[Recipe]]:
-    """For each independent half of a path's options: the recipe with every choice of that half."""
+    """For each independent half of a path's options: the recipe with every choice of that half that the path takes."""
     for choices in _STEPS.get(recipe.path, ()):
-        yield [filled(Recipe(recipe.path, **{**dict(recipe.options), **choice})) for choice in choices]
+        taken = []
+        for choice in choices:
+            with suppress(UnknownRecipe):  # more than an SM holds, with the other options
+                taken.append(filled(Recipe(recipe.path, **{**dict(recipe.options), **choice})))
+        yield taken
 
 
 def tune(bench: Bench, tokens: int, *, seen: Callable[[Trial], None] = lambda trial: None) -> tuple[BucketRecord, list[Trial]]:

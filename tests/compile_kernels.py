@@ -6,6 +6,9 @@ The interpreter runs Python, so it accepts what the compiler refuses (a name tha
 from __future__ import annotations
 
 import itertools
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -14,9 +17,10 @@ from triton.compiler import ASTSource
 
 from graphmoe.kernels.act import _act_kernel
 from graphmoe.kernels.combine import _combine_kernel
+from graphmoe.kernels.count import _count_kernel
 from graphmoe.kernels.gather_down import _gather_down_kernel
 from graphmoe.kernels.gather_up import _gather_up_kernel
-from graphmoe.kernels.gemv_down import _gemv_down_kernel
+from graphmoe.kernels.gemv_down import _REGISTERS, _UNROLLED, _gemv_down_kernel
 from graphmoe.kernels.gemv_up import _gemv_up_kernel
 from graphmoe.kernels.pack import _pack_kernel
 from graphmoe.kernels.route import _route_kernel
@@ -25,27 +29,39 @@ from graphmoe.kernels.scatter import _scatter_kernel
 from graphmoe.kernels.stage import _stage_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
-_LOAD_EARLY = ("_gather_down_kernel", "_gemv_down_kernel")
-"""They ask for tiles, ids and weights before they wait: all older than the kernel that they wait for."""
+_CUOBJDUMP = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+_LOADS = ("ld.global", "cp.async")
+_LOAD_EARLY = ("_gather_down_kernel", "_gemv_down_kernel", "_combine_kernel")
+"""They ask for tiles, rows, ids and weights before they wait: all older than the kernel that they wait for."""
 
 
-def compile_kernel(kernel: Any, pointers: dict[str, str], **constexprs: Any) -> None:
-    """Compile one variant; arguments that are not named are int32 scalars. With programmatic launch, its code is held to the rule."""
+def compile_kernel(kernel: Any, pointers: dict[str, str], **constexprs: Any) -> bytes:
+    """Machine code of one variant; arguments that are not named are int32 scalars. With programmatic launch, its code is held to the rule."""
     signature = {name: pointers.get(name, "constexpr" if name in constexprs else "i32") for name in kernel.arg_names}
-    ptx = triton.compile(ASTSource(kernel, signature, constexprs), target=TARGET).asm["ptx"]
+    aligned = {(number,): [["tt.divisibility", 16]] for number, kind in enumerate(signature.values()) if kind.startswith("*")}
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs, aligned), target=TARGET).asm
     if constexprs.get("PDL"):
-        judge_waiting(kernel.fn.__name__, ptx)
+        judge_waiting(kernel.fn.__name__, compiled["ptx"])
+    return compiled["cubin"]
+
+
+def resources(cubin: bytes) -> str:
+    """Registers, stack and shared memory, as the tool that comes with Triton prints them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def judge_waiting(name: str, ptx: str) -> None:
     """Raise unless the kernel waits before it signals and before it stores, and before it loads unless it may ask earlier for what is older."""
     wait, signal = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
     assert 0 <= wait < signal, f"{name} does not wait and then signal"
-    for access in ("st.global", "red.global", "atom.global", *(() if name in _LOAD_EARLY else ("ld.global",))):
+    for access in ("st.global", "red.global", "atom.global", *(() if name in _LOAD_EARLY else _LOADS)):
         first = ptx.find(access)
         assert first < 0 or wait < first, f"{name} has {access} before it waits"
     if name in _LOAD_EARLY:
-        assert "ld.global" in ptx[wait:], f"{name} loads everything before it waits"
+        assert any(load in ptx[wait:] for load in _LOADS), f"{name} loads everything before it waits"
 
 
 def main() -> None:
@@ -53,17 +69,19 @@ def main() -> None:
         pointers = {"x": element, "x_out": element, "topk_ids": ids, "ids_out": "*i32", "topk_weights": "*fp32", "weights_out": "*fp32"}
         compile_kernel(_stage_kernel, pointers, WIDTH=512, TOP_K=9, TOP_K_PADDED=16, COLUMNS=512)
     for kind, distinct in itertools.product(("masked", "compact", "psum"), (True, False)):
-        pointers = dict.fromkeys(("topk_ids", "row_of", "groups", "flags"), "*i32")
-        sizes = {"TOP_K": 8, "SLOTS": 8, "EXPERTS": 130, "BINS": 256, "ALIGN": 64, "BLOCK": 1024}
-        compile_kernel(_route_kernel, pointers, KIND=kind, DISTINCT=distinct, PDL=True, **sizes)
+        pointers = dict.fromkeys(("topk_ids", "row_of", "groups", "block_counts", "flags"), "*i32")
+        sizes = {"TOP_K": 8, "SLOTS": 8, "EXPERTS": 130, "BINS": 256, "BLOCK": 1024, "DISTINCT": distinct, "PDL": True}
+        compile_kernel(_route_kernel, pointers, KIND=kind, ALIGN=64, COUNTED=16, FILLED=1024, **sizes | {"BLOCK": 128})
+        if kind == "psum":
+            compile_kernel(_count_kernel, pointers, **sizes)
     for scales, power_of_two in (("*bf16", False), ("*fp32", False), ("*fp32", True), ("*u8", True)):
         quantise = scales != "*bf16"
         rows = {"rows": "*fp8e4nv" if quantise else "*bf16", "row_of": "*i32", "scales": scales}
         sizes = {"SEGMENT_ROWS": 8192, "QUANTISE": quantise, "POWER_OF_TWO": power_of_two, "PACKED": scales == "*u8", "GROUP": 128, "PDL": True}
-        compile_kernel(_scatter_kernel, {"x": "*bf16", **rows}, COLUMNS=7168, TOP_K=8, GROUPS=8, **sizes)
+        compile_kernel(_scatter_kernel, {"x": "*bf16", **rows}, COLUMNS=7168, TOP_K=8, SLOTS=8, GROUPS=8, **sizes)
         compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, ASSIGNMENTS=4096, COLUMNS=768, GROUPS=8, PAIRS=16, **sizes)
     pointers = {"rows": "*bf16", "row_of": "*i32", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
-    compile_kernel(_combine_kernel, pointers, COLUMNS=7168, TOP_K=8, BLOCK=1024, PDL=True)
+    compile_kernel(_combine_kernel, pointers, COLUMNS=7168, TOP_K=8, SLOTS=8, UNROLLED=16, BLOCK=1024, PDL=True)
     compile_kernel(_pack_kernel, {"scales": "*fp32", "out": "*i32"}, COLUMNS=5, WORDS=2, BLOCK=256)
     for quantise, power_of_two in ((False, False), (True, False), (True, True)):
         values = "*fp8e4nv" if quantise else "*bf16"
@@ -79,11 +97,14 @@ def main() -> None:
         weights = pointers | {"w": f"tensordesc<{values[1:]}[128, {step}]>"}
         compile_kernel(_gather_up_kernel, weights, POWER_OF_TWO=power_of_two, **gemm)
         compile_kernel(_gather_down_kernel, weights, **gemm)
-        gemv = {"COLUMNS": 7168, "WIDTH": 768, "EXPERTS": 128, "TOP_K": 8, "ROWS": 4, "GROUPS": 8, "GROUP": 128, "QUANTISED": quantise, "PDL": True}
+        gemv = {"COLUMNS": 7168, "EXPERTS": 128, "TOP_K": 8, "ROWS": 8, "GROUP": 128, "QUANTISED": quantise, "PDL": True}
         direct = pointers | {"x": "*bf16", "act": "*bf16", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
-        compile_kernel(_gemv_up_kernel, direct, STAGES=1, **gemv)
-        for slots in (1, 8):
-            compile_kernel(_gemv_down_kernel, direct, ALL_SLOTS=8, SLOTS=slots, DISTINCT=True, **gemv)
+        compile_kernel(_gemv_up_kernel, direct, WIDTH=768, GROUPS=4, STAGES=1, **gemv)
+        for slots, groups, width in ((1, 8, 768), (8, 2, 768), (8, 2, 2048)):
+            held = {"WIDTH": width, "GROUPS": groups, "STEPS": -(-width // (groups * 128)), "UNROLLED": _UNROLLED}
+            assert slots * groups * gemv["ROWS"] * 128 <= 4 * _REGISTERS
+            cubin = compile_kernel(_gemv_down_kernel, direct, ALL_SLOTS=8, SLOTS=slots, DISTINCT=True, **held, **gemv)
+            assert "STACK:0 " in resources(cubin), f"direct's sums spill with {slots} slots, {held}: {resources(cubin)}"
     print("all kernels compile for sm90")
 
 

@@ -177,6 +177,18 @@ def test_options_of_a_path_reach_the_plan():
     assert table(output, "Row bounds")["8"][-1] == "compact block_e=128: 8192"
 
 
+def test_a_layer_is_planned_by_its_sizes_or_refused_with_what_is_wrong(command):
+    by_sizes = run_plan("--model", "E=128,K=8,H=2048,I=768", "--buckets", "1,64", "--device", "none")
+    by_name = run_plan("--model", "qwen3-30b-a3b", "--buckets", "1,64", "--device", "none")
+    assert by_sizes.split("\n", 1)[1] == by_name.split("\n", 1)[1]
+    assert "I=256 (192 of 1536 a rank" in run_plan("--model", "E=160,K=8,H=5120,I=1536", "--tp", "8", "--buckets", "1")
+    for wrong in ("E=128,K=8,H=2048", "E=128,K=8,H=2048,I=768,I=768", "E=128,K=8,H=2048,I=x", "e=128,K=8,H=2048,I=768"):
+        code, _, error = command("plan", "--model", wrong)
+        assert code == 2
+        assert "E=160,K=8,H=5120,I=1536" in error
+        assert wrong in error
+
+
 def test_the_help_names_every_choice(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     code, output, _ = command("plan", "--help")
@@ -254,7 +266,7 @@ def test_the_version_is_printed_and_nothing_else_is_asked_for(command, module):
 
 def test_a_bug_is_a_plain_traceback(monkeypatch):
     """Typer's own prints the locals of every frame."""
-    monkeypatch.setattr(sys.modules["graphmoe.cli.plan"], "named_spec", lambda name: 1 // 0)
+    monkeypatch.setattr(sys.modules["graphmoe.cli.plan"], "model_spec", lambda name: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["graphmoe", "plan"])
     with pytest.raises(ZeroDivisionError):
         main()
@@ -291,7 +303,7 @@ def test_the_demo_checks_every_bucket_and_keeps_its_checkpoint(tmp_path):
     for name, (path, bound, witness, used, _, kernels, _, _, steps, worst) in rows.items():
         assert path == "psum block_e=64"
         assert int(used) <= int(bound) == int(witness)
-        assert int(kernels) == 6
+        assert int(kernels) == 7
         assert int(steps) == {"1": 32, "2": 32, "4": 64}[name]
         assert 0 < float(worst) < 0.06
     assert "128 layer steps checked row by row" in output
@@ -312,7 +324,7 @@ def test_the_demo_checks_every_bucket_and_keeps_its_checkpoint(tmp_path):
 @short_demo
 @pytest.mark.parametrize(
     ("path", "title", "kernels", "rows"),
-    [("gathered:tile=32", "gathered", 4, 16), ("direct", "direct", 2, 16), ("compact:block_e=128", "compact block_e=128", 6, 2048)],
+    [("gathered:tile=32", "gathered", 4, 16), ("direct", "direct", 2, 16), ("compact:block_e=128", "compact block_e=128", 7, 2048)],
 )
 def test_the_demo_runs_every_path(path, title, kernels, rows, tmp_path):
     """K = 4 of E = 16, T = 4: 16 assignments; aligned, each opens a block."""

@@ -27,10 +27,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled here; tests/gpu compares them", allow_module_level=True)
 
 from graphmoe import kernels
-from graphmoe.kernels import route as _route_function
-from graphmoe.kernels import route_tiles as _route_tiles_function
-
-route_module = sys.modules[_route_function.__module__]
+from graphmoe.kernels import count as count_function
+from graphmoe.kernels import route as route_function
+from graphmoe.kernels import route_tiles as route_tiles_function
 
 # An interpreted program costs milliseconds.
 few = settings(max_examples=max(5, settings().max_examples // 6))
@@ -40,12 +39,15 @@ def layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
     return [RowLayout.masked(spec, tokens, 64), *(RowLayout.contiguous(kind, spec, tokens, 64) for kind in ("compact", "psum"))]
 
 
-def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout, *, flag: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout, *, flag: int = 0, blocks: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`count` and `route` on poisoned buffers: row map, groups, flag, counts of each block of tokens."""
     row_of = torch.full(ids.shape, 0x7FFFFFFF, dtype=torch.int32)
     groups = torch.full((layout.group_entries,), 0x7FFFFFFF, dtype=torch.int32)
+    counts = torch.full((min(blocks, ids.shape[0]), spec.num_local_experts), 0x7FFFFFFF, dtype=torch.int32)
     flags = torch.full((1,), flag, dtype=torch.int32)
-    ops.route(ids, layout, distinct=spec.distinct_topk, row_of=row_of, groups=groups, flags=flags)  # type: ignore[attr-defined]
-    return row_of, groups, flags
+    ops.count(ids, distinct=spec.distinct_topk, block_counts=counts, flags=flags)  # type: ignore[attr-defined]
+    ops.route(ids, layout, distinct=spec.distinct_topk, block_counts=counts, row_of=row_of, groups=groups)  # type: ignore[attr-defined]
+    return row_of, groups, flags, counts
 
 
 @st.composite
@@ -57,13 +59,14 @@ def small_routings(draw: st.DrawFn) -> strategies.Routing:
 
 
 @few
-@given(routing=small_routings(), broken=st.booleans())
-def test_route_equals_its_twin_exactly(routing: strategies.Routing, broken: bool) -> None:
+@given(routing=small_routings(), broken=st.booleans(), blocks=st.integers(1, 40))
+def test_route_equals_its_twin_exactly(routing: strategies.Routing, broken: bool, blocks: int) -> None:
     ids = torch.from_numpy(routing.ids).int()
     if broken:
         ids[0, -1] = ids[0, 0]
     for layout in layouts(routing.spec, routing.tokens):
-        for mine, twin in zip(routed(kernels, ids, routing.spec, layout), routed(reference, ids, routing.spec, layout), strict=True):
+        got, want = (routed(ops, ids, routing.spec, layout, blocks=blocks) for ops in (kernels, reference))
+        for mine, twin in zip(got, want, strict=True):
             assert torch.equal(mine, twin), layout
 
 
@@ -71,7 +74,8 @@ def test_route_equals_its_twin_exactly(routing: strategies.Routing, broken: bool
 @pytest.mark.parametrize("distinct", [True, False])
 def test_route_over_several_chunks_with_every_kind_of_id(block: int, distinct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks, counts and the flag carry over chunks; ids of E and beyond, negative ones and duplicates in the first and in the last chunk."""
-    monkeypatch.setattr(route_module, "_BLOCK", block)
+    for function in (count_function, route_function):
+        monkeypatch.setattr(sys.modules[function.__module__], "_BLOCK", block)
     spec = MoESpec(5, 4, 128, 128, distinct_topk=distinct)
     clean = torch.stack([torch.roll(torch.arange(5), t)[:4] for t in range(17)]).int()
     clean[2] = torch.tensor([5, 0, -1, 6])
@@ -105,7 +109,7 @@ def test_a_route_fills_exactly_the_rows_it_owns(routing: strategies.Routing) -> 
     spec = routing.spec
     counts = bounds.expert_counts(routing.ids, spec.num_local_experts)
     for layout in layouts(spec, routing.tokens):
-        row_of, groups, flags = routed(kernels, torch.from_numpy(routing.ids).int(), spec, layout)
+        row_of, groups, flags, _ = routed(kernels, torch.from_numpy(routing.ids).int(), spec, layout)
         rows = row_of[row_of >= 0].tolist()
         assert len(set(rows)) == len(rows) == sum(counts)
         assert all(row < layout.rows for row in rows)
@@ -133,7 +137,7 @@ def test_scatter_and_combine(routing: strategies.Routing, seed: int) -> None:
     x = torch.randn(tokens, spec.hidden_size, generator=generator).bfloat16()
     weights = torch.rand(tokens, spec.top_k, generator=generator)
     for layout in layouts(spec, tokens):
-        row_of, _, _ = routed(reference, torch.from_numpy(routing.ids), spec, layout)
+        row_of, *_ = routed(reference, torch.from_numpy(routing.ids), spec, layout)
         weights[row_of < 0] = torch.nan
         filled = []
         for ops in (kernels, reference):
@@ -151,6 +155,23 @@ def test_scatter_and_combine(routing: strategies.Routing, seed: int) -> None:
         mine, twin = outs
         assert torch.equal(mine.isnan(), twin.isnan())
         assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-6)[~twin.isnan()].all())
+
+
+@pytest.mark.parametrize("top_k", [1, 16, 17, 40])
+def test_combine_of_few_and_of_many_slots(top_k: int) -> None:
+    """Few are asked for at once, many one by one; every third has no row here, and the last token broke a promise."""
+    rows, weights = torch.randn(1, 2 * top_k, 128).bfloat16(), torch.rand(2, top_k)
+    row_of = torch.randperm(2 * top_k).int().view(2, top_k)
+    row_of[:, 2::3] = -1
+    for broken in (False, True):
+        row_of[1, top_k - 1] = -2 if broken else -1
+        outs = []
+        for ops in (kernels, reference):
+            out = torch.full((2, 128), 9.0).bfloat16()
+            ops.combine(rows, row_of, weights, scale=0.5, out=out)
+            outs.append(out.float())
+        assert bool(outs[0][1].isnan().all()) == broken
+        torch.testing.assert_close(*outs, rtol=2.0**-7, atol=1e-6, equal_nan=True)
 
 
 def with_guard(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +278,7 @@ def test_pack_equals_its_twin_exactly(rows: int, columns: int) -> None:
 def test_act_is_within_one_bf16_step_of_its_twin() -> None:
     spec = MoESpec(4, 2, 128, 256)
     layout = RowLayout.contiguous("psum", spec, 5, 64)
-    row_of, _, _ = routed(reference, torch.tensor([[0, 1], [1, 2], [3, -1], [2, 4], [0, 3]]), spec, layout)
+    row_of, *_ = routed(reference, torch.tensor([[0, 1], [1, 2], [3, -1], [2, 4], [0, 3]]), spec, layout)
     gate_up = torch.randn(layout.segments, layout.segment_rows, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     results = []
     for ops in (kernels, reference):
@@ -308,7 +329,7 @@ def test_route_tiles_equals_its_twin_exactly(routing: strategies.Routing, broken
 
 @pytest.mark.parametrize("block", [16, 1024])
 def test_route_tiles_over_several_chunks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[_route_tiles_function.__module__], "_BLOCK", block)
+    monkeypatch.setattr(sys.modules[route_tiles_function.__module__], "_BLOCK", block)
     spec = MoESpec(5, 4, 128, 128)
     ids = torch.stack([torch.roll(torch.arange(5), t)[:4] for t in range(37)]).int()
     ids[2], ids[9], ids[36, 3] = torch.tensor([5, 0, -1, 6]), torch.tensor([-5, 2**31 - 1, 4, 5]), ids[36, 1]
@@ -352,7 +373,7 @@ def test_gathered_gemms_are_near_their_twins(width: int, block_rows: int) -> Non
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-@pytest.mark.parametrize("width", [128, 192])
+@pytest.mark.parametrize("width", [128, 192, 704])  # one step, a ragged one, more than are unrolled
 def test_gemvs_are_near_their_twins(width: int, slots: int) -> None:
     spec, tokens = MoESpec(4, 3, 192, width), 3
     w13, w2 = small_experts(spec)

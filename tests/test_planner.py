@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -195,6 +196,7 @@ def _wanted_buffers(spec: MoESpec, fmt: str, tokens: int, recipe: Recipe) -> tup
     wanted = {
         "row_of": ((tokens, spec.top_k), "int32"),
         "groups": ((rows if recipe.path == "compact" else experts,), "int32"),
+        "block_counts": ((min(64, -(-tokens // 16)), experts), "int32"),
         "x_rows": ((segments, rows, h), activation),
         "gate_up": ((segments, rows, 2 * i), "bfloat16"),
         "act_rows": ((segments, rows, i), activation),
@@ -262,11 +264,14 @@ class _Name(str):
     def __getitem__(self, _: object) -> _Name:  # type: ignore[override]
         return self
 
+    is_cuda = True
+
     def data_ptr(self) -> int:
         return 0
 
 
 _STAGE_OF = {
+    "count": Stage.ROUTE,
     "route": Stage.ROUTE,
     "route_tiles": Stage.ROUTE,
     "scatter": Stage.SCATTER,
@@ -335,6 +340,18 @@ def test_a_wish_is_planned_with_its_options_filled_in(wish: Recipe | str, recipe
     assert bucket.recipe == recipe
     assert bucket.options == dict(recipe.options)
     assert bucket.rule == "asked for"
+
+
+@pytest.mark.parametrize(("tile", "rows", "stages"), list(itertools.product((16, 32, 64), (64, 128), (2, 3, 4, 6))))
+def test_gathered_refuses_exactly_what_no_sm_can_hold(tile: int, rows: int, stages: int) -> None:
+    """Two weight tiles and one of tokens a stage, 128 bytes a row, in 227 KiB less what the kernel needs besides."""
+    held = 128 * stages * (2 * rows + tile)
+    asked = Recipe("gathered", tile=tile, up_rows=rows, up_stages=stages)
+    if held > 227 * 1024 - 4096:
+        with pytest.raises(UnknownRecipe, match=rf"{held} bytes.*use fewer up_stages"):
+            plan(SMALL, [16], recipes=asked)
+    else:
+        assert plan(SMALL, [16], recipes=asked).buckets[0].options["up_stages"] == stages
 
 
 def test_a_mapping_gives_each_bucket_its_recipe_and_leaves_the_others_to_auto() -> None:

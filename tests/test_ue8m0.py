@@ -1010,7 +1010,9 @@ def small_layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
 def routed(spec: MoESpec, layout: RowLayout, ids: Tensor) -> Tensor:
     row_of = torch.empty(ids.shape, dtype=torch.int32)
     groups, flags = torch.empty(layout.group_entries, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    reference.route(ids, layout, distinct=True, row_of=row_of, groups=groups, flags=flags)
+    counts = torch.empty(1, spec.num_local_experts, dtype=torch.int32)
+    reference.count(ids, distinct=True, block_counts=counts, flags=flags)
+    reference.route(ids, layout, distinct=True, block_counts=counts, row_of=row_of, groups=groups)
     return row_of
 
 

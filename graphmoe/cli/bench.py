@@ -15,7 +15,7 @@ from rich.table import Table
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, format_name, sharded
+from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, format_name, sharded
 from graphmoe.cli.plot import figure_class, plot
 from graphmoe.device import arch_of
 from graphmoe.errors import InvalidInput
@@ -23,7 +23,6 @@ from graphmoe.planner import plan as make_plan
 from graphmoe.profile import find_profile, finite_number
 from graphmoe.provenance import provenance
 from graphmoe.recipe import Recipe
-from graphmoe.spec import model_names
 from graphmoe.trial import Batch, Bench, Trial
 
 SCHEMA = "graphmoe.bench/1"
@@ -51,7 +50,7 @@ class Row:
 
 
 def bench(
-    model: Annotated[str, typer.Option(help=f"one of: {', '.join(model_names())}")] = "qwen3-30b-a3b",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
     tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
     ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
     buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32,64,128,256,512,1024",

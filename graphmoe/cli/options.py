@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 
+from graphmoe.errors import SpecError
 from graphmoe.formats import FORMATS, get_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
-from graphmoe.spec import MoESpec, named_spec
+from graphmoe.spec import MoESpec, model_names, named_spec
 
 FORMAT_HELP = f"one of: {', '.join(FORMATS)} (fp8 is short for fp8_block)"
+MODEL_HELP = f"one of: {', '.join(model_names())}; or a layer's sizes: E=160,K=8,H=5120,I=1536"
 PATH_HELP = f"auto, or one of: {', '.join(PATHS)}; with options: psum:block_e=128"
 
 _SHORT = {"fp8": "fp8_block"}
@@ -26,9 +28,24 @@ def format_name(text: str) -> str:
     return get_format(_SHORT.get(text, text)).name
 
 
+def model_spec(model: str) -> MoESpec:
+    """A named model's layer, or the one whose sizes are given: `E=160,K=8,H=5120,I=1536`.
+
+    Raises:
+        SpecError: an unknown name, or sizes that are not these four.
+    """
+    if "=" not in model:
+        return named_spec(model)
+    sizes = dict(re.findall(r"(?:^|,)([EKHI])=(\d+)(?=,|$)", model))
+    if len(sizes) != 4 or model.count("=") != 4:
+        raise SpecError(f"a layer's sizes are given as E=160,K=8,H=5120,I=1536 (experts, experts a token, hidden, intermediate), not {model!r}")
+    experts, top_k, hidden, intermediate = (int(sizes[name]) for name in "EKHI")
+    return MoESpec(experts, top_k, hidden, intermediate)
+
+
 def sharded(model: str, tp: int, ep: int, fmt: str) -> MoESpec:
     """A model's layer as one rank stores it: whole scale blocks of the format."""
-    return named_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor)
+    return model_spec(model).shard(tp=tp, ep=ep, block=get_format(fmt).divisor)
 
 
 def short(recipe: Recipe) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from graphmoe import bounds
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console
-from graphmoe.cli.options import FORMAT_HELP, PATH_HELP, format_name, short
+from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, PATH_HELP, format_name, model_spec, short
 from graphmoe.errors import PlanError
 from graphmoe.formats import get_format
 from graphmoe.layout import RowLayout
@@ -24,7 +24,7 @@ from graphmoe.planner import BucketPlan, Plan, place
 from graphmoe.planner import plan as make_plan
 from graphmoe.profile import Profile, find_profile
 from graphmoe.recipe import Recipe
-from graphmoe.spec import MoESpec, model_names, named_spec
+from graphmoe.spec import MoESpec
 
 _DEVICE_OF_ARCH = {"sm90": "NVIDIA H200"}
 _LEGEND = (
@@ -40,7 +40,7 @@ _COMPARED = {
 
 
 def plan(
-    model: Annotated[str, typer.Option(help=f"one of: {', '.join(model_names())}")] = "qwen3-30b-a3b",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
     tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
     ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
     buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "vllm",
@@ -54,7 +54,7 @@ def plan(
     """Print every bucket's row bounds and arena bytes, per path and beside looser bounds that serving engines use."""
     fmt = format_name(fmt)
     block = get_format(fmt).divisor
-    whole = named_spec(model)
+    whole = model_spec(model)
     spec = whole.shard(tp=tp, ep=ep, block=block)
     ladder = BucketLadder.of(buckets)
     limit = None if max_arena_gib is None else _bytes_of(max_arena_gib)

@@ -14,18 +14,18 @@ import typer
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, format_name, sharded
+from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, format_name, sharded
 from graphmoe.errors import PlanError
 from graphmoe.profile import BucketRecord, Profile, device_slug, kernels_version, profiles_root, shape_of
 from graphmoe.provenance import provenance
-from graphmoe.spec import MoESpec, model_names
+from graphmoe.spec import MoESpec
 from graphmoe.trial import Bench, Trial
 from graphmoe.tuning import compile_ahead
 from graphmoe.tuning import tune as tune_bucket
 
 
 def tune(
-    model: Annotated[str, typer.Option(help=f"one of: {', '.join(model_names())}")] = "qwen3-30b-a3b",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
     tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
     ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
     buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32,64,128,256,512,1024",
@@ -91,7 +91,12 @@ def _earlier(file: Path, spec: MoESpec, fmt: str, device: str, facts: Mapping[st
 
 
 def _slug(model: str, tp: int, ep: int, fmt: str) -> str:
-    parts = [model, *([f"tp{tp}"] if tp > 1 else []), *([f"ep{ep}"] if ep > 1 else []), *([] if fmt == "fp8_block" else [fmt])]
+    parts = [
+        model.replace("=", "").replace(",", "-"),
+        *([f"tp{tp}"] if tp > 1 else []),
+        *([f"ep{ep}"] if ep > 1 else []),
+        *([] if fmt == "fp8_block" else [fmt]),
+    ]
     return "-".join(parts)
 
 

@@ -11,18 +11,18 @@ import typer
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.demo import SPEC as SMALL
-from graphmoe.cli.options import FORMAT_HELP, PATH_HELP, format_name, sharded
+from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, PATH_HELP, format_name, sharded
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.formats import get_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
-from graphmoe.spec import MoESpec, model_names
+from graphmoe.spec import MoESpec
 from graphmoe.verify import Case, Verifier, soak
 from graphmoe.verify import verify as verify_calls
 
 
 def verify(
-    model: Annotated[str | None, typer.Option(help=f"one of: {', '.join(model_names())}; without one, the demo's small layer")] = None,
+    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}; without one, the demo's small layer")] = None,
     tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
     ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
     buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,4,16,64",

@@ -57,13 +57,13 @@ def quantize_rows(x: Tensor, *, group: int = BLOCK) -> tuple[Tensor, Tensor]:
         group: columns that share a scale.
 
     Returns:
-        e4m3 `[..., K]` and float32 scales `[..., K/group]`. A group that holds NaN or infinity gets the scale NaN:
+        e4m3 `[..., K]` (values times the reciprocal of their scale) and float32 scales `[..., K/group]`. A group that holds NaN or infinity gets NaN:
         what is not finite going in is NaN coming out, never a plausible number.
     """
     groups = x.float().unflatten(-1, (-1, group))
     scale = scale_of(groups.abs().amax(dim=-1))
     scale = torch.where(groups.isfinite().all(dim=-1), scale, torch.nan)
-    return to_e4m3(groups / scale[..., None]).flatten(-2), scale
+    return to_e4m3(groups * scale.reciprocal()[..., None]).flatten(-2), scale
 
 
 def dequantize_rows(payload: Tensor, scale: Tensor) -> Tensor:

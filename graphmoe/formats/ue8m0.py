@@ -47,7 +47,7 @@ def quantize_rows(x: Tensor, *, group: int = BLOCK) -> tuple[Tensor, Tensor]:
     groups = x.float().unflatten(-1, (-1, group))
     amax = groups.abs().amax(dim=-1)
     scale = torch.where(groups.isfinite().all(dim=-1), scale_of(amax), torch.nan)
-    return to_e4m3(groups / scale[..., None]).flatten(-2), scale
+    return to_e4m3(groups * scale.reciprocal()[..., None]).flatten(-2), scale
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

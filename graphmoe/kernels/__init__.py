@@ -2,6 +2,7 @@
 
 from graphmoe.kernels.act import act
 from graphmoe.kernels.combine import combine
+from graphmoe.kernels.count import count
 from graphmoe.kernels.gather_down import gather_down
 from graphmoe.kernels.gather_up import gather_up
 from graphmoe.kernels.gemv_down import gemv_down
@@ -15,6 +16,7 @@ from graphmoe.kernels.stage import stage
 __all__ = [
     "act",
     "combine",
+    "count",
     "gather_down",
     "gather_up",
     "gemv_down",

@@ -23,10 +23,10 @@ def _gather_down_kernel(
     STAGES: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, tile = tl.program_id(0), tl.program_id(1)
-    # `tiles` is from before the kernel that this one waits for.
-    expert = tl.load(tiles + tile * 3).to(tl.int64)
-    first = tl.load(tiles + tile * 3 + 1).to(tl.int64)
-    count = tl.load(tiles + tile * 3 + 2)
+    # `tiles` is from before the kernel that this one waits for; past the L1 cache, which may hold an earlier replay's.
+    expert = tl.load(tiles + tile * 3, cache_modifier=".cg").to(tl.int64)
+    first = tl.load(tiles + tile * 3 + 1, cache_modifier=".cg").to(tl.int64)
+    count = tl.load(tiles + tile * 3 + 2, cache_modifier=".cg")
     wait_and_signal(PDL)
     if count == 0:
         return

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from graphmoe.formats import BLOCK as GROUP
 from graphmoe.formats import ScaleFormat
+from graphmoe.kernels.ids import block_of, load_ids, named_twice, named_twice_of
 from graphmoe.kernels.pdl import pdl_flags, wait_and_signal
 from graphmoe.kernels.quantise import quantise_groups
-from graphmoe.kernels.route import block_of, load_ids
 
 _BLOCK = 2048
 _WARPS = 8
@@ -33,10 +33,11 @@ def _place_assignments(
 ):  # fmt: skip
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], dtype=tl.int32)
-    broken = tl.zeros([BLOCK], dtype=tl.int32)
+    broken = tl.zeros([BLOCK // SLOTS, SLOTS], dtype=tl.int32)
     for first in range(0, tokens, BLOCK // SLOTS):
-        _, ids, _, twice = load_ids(topk_ids, first, tokens, TOP_K, SLOTS, EXPERTS, DISTINCT, BLOCK)
-        counts += tl.histogram(ids, BINS, mask=(ids < EXPERTS) & (twice == 0))
+        _, ids, _ = load_ids(topk_ids, first, tokens, TOP_K, SLOTS, EXPERTS, BLOCK)
+        twice = named_twice(ids, EXPERTS, DISTINCT)
+        counts += tl.histogram(tl.reshape(ids, [BLOCK]), BINS, mask=tl.reshape((ids < EXPERTS) & (twice == 0), [BLOCK]))
         broken = broken | twice.to(tl.int32)
 
     own = tl.sum(tl.where(bins == expert, counts, 0))
@@ -57,21 +58,22 @@ def _place_assignments(
             offset = chunk + lanes
             tl.store(tiles + offset * 3 + 2, tl.full([BLOCK], 0, tl.int32), mask=offset < tile_count)
         if DISTINCT:
-            if tl.max(broken) > 0:
+            if tl.max(tl.max(broken, axis=1), axis=0) > 0:
                 tl.store(flags, 1)
 
     before = 0
     for first in range(0, tokens, BLOCK // SLOTS):
-        index, ids, inside, twice = load_ids(topk_ids, first, tokens, TOP_K, SLOTS, EXPERTS, DISTINCT, BLOCK)
+        index, ids, inside = load_ids(topk_ids, first, tokens, TOP_K, SLOTS, EXPERTS, BLOCK)
         mine = (ids == expert) & inside
         if expert < EXPERTS:
-            placed = (mine & (twice == 0)).to(tl.int32)
-            rank = before + tl.cumsum(placed, axis=0) - 1
+            twice = named_twice_of(mine, DISTINCT)
+            placed = tl.reshape((mine & (twice == 0)).to(tl.int32), [BLOCK])
+            rank = tl.reshape(before + tl.cumsum(placed, axis=0) - 1, mine.shape)
             tl.store(row_of + index, tl.where(twice, -2, start + rank), mask=mine)
-            tl.store(members + first_tile * TILE + rank, index // TOP_K, mask=placed == 1)
+            tl.store(members + first_tile * TILE + rank, index // TOP_K, mask=mine & (twice == 0))
             before += tl.sum(placed)
         else:
-            tl.store(row_of + index, tl.full([BLOCK], -1, tl.int32), mask=mine)
+            tl.store(row_of + index, tl.full(mine.shape, -1, tl.int32), mask=mine)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from graphmoe.kernels.quantise import quantise_groups, scale_arguments, store_sc
 @triton.jit
 def _scatter_kernel(
     x, row_of, rows, scales,
-    COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SEGMENT_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SEGMENT_ROWS: tl.constexpr,
     QUANTISE: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_and_signal(PDL)
@@ -34,8 +34,10 @@ def _scatter_kernel(
         payload, scale = quantise_groups(values.to(tl.float32), POWER_OF_TWO)
     else:
         payload = values
+    slot = tl.arange(0, SLOTS)
+    own_rows = tl.load(row_of + token * TOP_K + slot, mask=slot < TOP_K, other=-1)
     for k in range(TOP_K):
-        row = tl.load(row_of + token * TOP_K + k).to(tl.int64)
+        row = tl.sum(tl.where(slot == k, own_rows, 0), axis=0).to(tl.int64)
         if row >= 0:
             tl.store(rows + row * COLUMNS + column, payload, mask=inside)
             if QUANTISE:
@@ -49,5 +51,6 @@ def scatter(x: Tensor, row_of: Tensor, *, rows: Tensor, scales: Tensor | None, s
     scale_pointer, flags = scale_arguments(rows, scales, scale_format)
     _scatter_kernel[(tokens, triton.cdiv(columns, groups * GROUP))](
         x, row_of, rows, scale_pointer,
-        COLUMNS=columns, TOP_K=row_of.shape[1], SEGMENT_ROWS=rows.shape[1], GROUPS=groups, GROUP=GROUP, **flags, **pdl_flags(),
+        COLUMNS=columns, TOP_K=row_of.shape[1], SLOTS=triton.next_power_of_2(row_of.shape[1]), SEGMENT_ROWS=rows.shape[1],
+        GROUPS=groups, GROUP=GROUP, **flags, **pdl_flags(),
     )  # fmt: skip

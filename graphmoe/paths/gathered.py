@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphmoe import bounds
-from graphmoe.errors import UnsupportedShape
+from graphmoe.errors import UnknownRecipe, UnsupportedShape
 from graphmoe.formats import BLOCK, Format, Rounding, ScaleFormat
 from graphmoe.paths.base import BufferSpec, Stage, choose
 from graphmoe.recipe import Recipe
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from graphmoe.ops import Ops
     from graphmoe.weights import ExpertWeights
 
+_STEP_BYTES, _SHARED_BYTES = 128, (227 << 10) - 4096
+"""Bytes of a row that a pipeline stage of the first GEMM holds, and what an SM of Hopper can give to all stages of a block."""
 _TMA_BYTES = 16
 """What a TMA descriptor's address must be a multiple of."""
 
@@ -40,7 +42,7 @@ class GatheredPath:
     sources: tuple[str, ...] = (
         "paths/gathered.py",
         "kernels/route_tiles.py",
-        "kernels/route.py",
+        "kernels/ids.py",
         "kernels/gather_up.py",
         "kernels/gather_down.py",
         "kernels/combine.py",
@@ -49,7 +51,7 @@ class GatheredPath:
     )
 
     def options(self, recipe: Recipe) -> dict[str, int]:
-        return choose(
+        options = choose(
             recipe,
             tile=(16, 32, 64),
             up_rows=(128, 64),
@@ -59,6 +61,13 @@ class GatheredPath:
             down_stages=(2, 3, 4, 6),
             down_warps=(4, 8),
         )
+        held = options["up_stages"] * (2 * options["up_rows"] + options["tile"]) * _STEP_BYTES
+        if held > _SHARED_BYTES:
+            raise UnknownRecipe(
+                f"{recipe} holds {held} bytes of weights and tokens in shared memory, an SM has {_SHARED_BYTES} for them; "
+                f"use fewer up_stages, up_rows=64 or a smaller tile"
+            )
+        return options
 
     def rounding(self, options: Mapping[str, int]) -> Rounding:
         return Rounding(gate_up=False, group=options["up_rows"])
@@ -107,7 +116,7 @@ class GatheredPath:
         gemm: GroupedGemm | None,
     ) -> BoundGathered:
         for name, weight in (("w13", weights.w13), ("w2", weights.w2)):
-            if weight.data_ptr() % _TMA_BYTES:
+            if weight.is_cuda and weight.data_ptr() % _TMA_BYTES:
                 raise UnsupportedShape(
                     f"path 'gathered' reads {name} through TMA: its address must be a multiple of {_TMA_BYTES}; pass {name}.clone()"
                 )

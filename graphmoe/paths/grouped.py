@@ -1,6 +1,6 @@
 """`masked`, `compact` and `psum`: rows scattered by expert, then a library's grouped GEMM.
 
-    route -> scatter (+ quantise) -> GEMM w13 -> SwiGLU (+ quantise) -> GEMM w2 -> combine          six launches
+    count -> route -> scatter (+ quantise) -> GEMM w13 -> SwiGLU (+ quantise) -> GEMM w2 -> combine          seven launches
 
 Only `route` and the GEMMs know the layout. `scatter`, `act` and `combine` find an assignment's row through `row_of` and never visit
 padding, so what padding rows hold is never read into a live row: a GEMM's output row depends on its own input row alone.
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 SOURCES = (
     "paths/grouped.py",
     "gemm/deep_gemm.py",
+    "kernels/count.py",
     "kernels/route.py",
+    "kernels/ids.py",
     "kernels/scatter.py",
     "kernels/act.py",
     "kernels/combine.py",
@@ -38,6 +40,7 @@ SOURCES = (
 
 # deep_gemm on SM90 runs one producer warpgroup and a consumer warpgroup per 64 rows of its tile.
 _ROWS_OF_THREADS = {256: 64, 384: 128}
+_MOST_BLOCKS, _BLOCK_TOKENS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class GroupedPath:
         return None
 
 
+def route_blocks(tokens: int) -> int:
+    """Blocks of tokens that `count` counts by themselves."""
+    return min(_MOST_BLOCKS, -(-tokens // _BLOCK_TOKENS))
+
+
 def buffers_of(layout: RowLayout, spec: MoESpec, fmt: Format, tokens: int) -> tuple[BufferSpec, ...]:
     """The scratch buffers of a grouped step over any row layout."""
     h, i = spec.hidden_size, spec.intermediate_size
@@ -116,6 +124,7 @@ def buffers_of(layout: RowLayout, spec: MoESpec, fmt: Format, tokens: int) -> tu
     buffers = [
         BufferSpec("row_of", (tokens, spec.top_k), "int32", Stage.ROUTE, Stage.COMBINE),
         BufferSpec("groups", (layout.group_entries,), "int32", Stage.ROUTE, Stage.DOWN),
+        BufferSpec("block_counts", (route_blocks(tokens), layout.num_experts), "int32", Stage.ROUTE, Stage.ROUTE),
         BufferSpec("x_rows", rows(h), fmt.activation_dtype, Stage.SCATTER, Stage.UP),
         BufferSpec("gate_up", rows(2 * i), "bfloat16", Stage.UP, Stage.ACT),
         BufferSpec("act_rows", rows(i), fmt.activation_dtype, Stage.ACT, Stage.DOWN),
@@ -140,11 +149,13 @@ class BoundGrouped:
     weights: ExpertWeights
     ops: Ops
     gemm: GroupedGemm
-    launches: int = 6
+    launches: int = 7
 
     def route(self, topk_ids: Tensor, x: Tensor) -> None:
         b = self.buffers
-        self.ops.route(topk_ids, self.layout, distinct=self.spec.distinct_topk, row_of=b["row_of"], groups=b["groups"], flags=b["flags"])
+        distinct = self.spec.distinct_topk
+        self.ops.count(topk_ids, distinct=distinct, block_counts=b["block_counts"], flags=b["flags"])
+        self.ops.route(topk_ids, self.layout, distinct=distinct, block_counts=b["block_counts"], row_of=b["row_of"], groups=b["groups"])
 
     def up(self, x: Tensor, topk_ids: Tensor) -> None:
         b = self.buffers

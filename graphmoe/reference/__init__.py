@@ -2,6 +2,7 @@
 
 from graphmoe.reference.act import act
 from graphmoe.reference.combine import combine
+from graphmoe.reference.count import count
 from graphmoe.reference.gather_down import gather_down
 from graphmoe.reference.gather_up import gather_up
 from graphmoe.reference.gemv_down import gemv_down
@@ -18,6 +19,7 @@ __all__ = [
     "ROW_ERROR",
     "act",
     "combine",
+    "count",
     "gather_down",
     "gather_up",
     "gemv_down",

@@ -6,22 +6,18 @@ import torch
 from torch import Tensor
 
 from graphmoe.layout import RowLayout
+from graphmoe.reference.count import clean
 
 
-def route(topk_ids: Tensor, layout: RowLayout, *, distinct: bool, row_of: Tensor, groups: Tensor, flags: Tensor) -> None:
+def route(topk_ids: Tensor, layout: RowLayout, *, distinct: bool, block_counts: Tensor, row_of: Tensor, groups: Tensor) -> None:
     """Give every assignment its row. See `graphmoe.kernels.route`."""
     experts = layout.num_experts
-    ids = topk_ids.long()
-    ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
-    broken = torch.zeros_like(ids, dtype=torch.bool)
-    if distinct:
-        same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] < experts)
-        broken = same.sum(-1) > 1
+    ids, broken = clean(topk_ids, experts, distinct)
     live = (ids < experts) & ~broken
     flat = torch.where(live, ids, experts).flatten()
     hot = torch.nn.functional.one_hot(flat, experts + 1)
-    counts = hot.sum(0)[:experts]
     rank = (hot.cumsum(0) - hot).gather(1, flat[:, None])[:, 0]
+    counts = block_counts.long().sum(0)
 
     if layout.kind == "masked":
         starts = torch.arange(experts, device=ids.device) * layout.segment_rows
@@ -38,4 +34,3 @@ def route(topk_ids: Tensor, layout: RowLayout, *, distinct: bool, row_of: Tensor
     if layout.kind == "compact":
         groups.fill_(-1)
         groups[rows[live.flatten()]] = flat[live.flatten()].to(torch.int32)
-    flags[0] |= broken.any().to(torch.int32)

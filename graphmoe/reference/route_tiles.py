@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphmoe.formats import ScaleFormat
 from graphmoe.layout import RowLayout
+from graphmoe.reference.count import count
 from graphmoe.reference.route import route
 from graphmoe.reference.scatter import write_rows
 
@@ -30,7 +31,9 @@ def route_tiles(
     tile = members.shape[1]
     ends = torch.empty(experts, dtype=torch.int32, device=topk_ids.device)
     # Positions in expert order are the rows of a contiguous layout whose segments are aligned to one row.
-    route(topk_ids, RowLayout("psum", experts, 1, 1, tokens * top_k), distinct=distinct, row_of=row_of, groups=ends, flags=flags)
+    counts = torch.empty(1, experts, dtype=torch.int32, device=topk_ids.device)
+    count(topk_ids, distinct=distinct, block_counts=counts, flags=flags)
+    route(topk_ids, RowLayout("psum", experts, 1, 1, tokens * top_k), distinct=distinct, block_counts=counts, row_of=row_of, groups=ends)
     live = row_of.flatten() >= 0
     positions = row_of.flatten()[live].long()
     token_of = torch.zeros(tokens * top_k, dtype=torch.int32, device=ends.device)
@@ -39,9 +42,9 @@ def route_tiles(
     number, start = 0, 0
     for expert, end in enumerate(ends.tolist()):
         for first in range(start, end, tile):
-            count = min(tile, end - first)
-            tiles[number] = torch.tensor([expert, first, count], dtype=torch.int32)
-            members[number, :count] = token_of[first : first + count]
+            live_here = min(tile, end - first)
+            tiles[number] = torch.tensor([expert, first, live_here], dtype=torch.int32)
+            members[number, :live_here] = token_of[first : first + live_here]
             number += 1
         start = end
     if x_rows is not None and x_scales is not None:

@@ -29,7 +29,9 @@ def test_live_rows_equal_float64(case: Case, compiled: None) -> None:
         row_of = torch.empty(ids.shape, dtype=torch.int32, device="cuda")
         groups = torch.empty(layout.group_entries, dtype=torch.int32, device="cuda")
         flags = torch.zeros(1, dtype=torch.int32, device="cuda")
-        reference.route(ids, layout, distinct=True, row_of=row_of, groups=groups, flags=flags)
+        counts = torch.empty(1, spec.num_local_experts, dtype=torch.int32, device="cuda")
+        reference.count(ids, distinct=True, block_counts=counts, flags=flags)
+        reference.route(ids, layout, distinct=True, block_counts=counts, row_of=row_of, groups=groups)
         for weight, scale in ((weights.w13, weights.w13_scale_inv), (weights.w2, weights.w2_scale_inv)):
             columns = weight.shape[2]
             values = torch.randn(layout.segments, layout.segment_rows, columns, device="cuda").bfloat16()

@@ -10,6 +10,7 @@ from graphmoe import ExpertWeights, MoESpec, bounds, kernels, reference
 from graphmoe.formats import BLOCK, ScaleFormat
 from graphmoe.formats.ue8m0 import unpack
 from graphmoe.layout import RowLayout
+from graphmoe.paths.grouped import route_blocks
 from tests.checks import bits, random_inputs, random_weights, routings
 
 SPECS = {
@@ -27,13 +28,15 @@ def layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
     return [RowLayout.masked(spec, tokens, 128), *(RowLayout.contiguous(kind, spec, tokens, b) for kind in ("compact", "psum") for b in (64, 128))]
 
 
-def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:
+def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout) -> tuple[Tensor, ...]:
     def poisoned(*shape: int) -> Tensor:
         return torch.full(shape, 0x7FFFFFFF, dtype=torch.int32, device="cuda")
 
     row_of, groups, flags = poisoned(*ids.shape), poisoned(layout.group_entries), torch.zeros(1, dtype=torch.int32, device="cuda")
-    ops.route(ids.clamp(max=2**31 - 1).int(), layout, distinct=spec.distinct_topk, row_of=row_of, groups=groups, flags=flags)  # type: ignore[attr-defined]
-    return row_of, groups, flags
+    counts, ids = poisoned(route_blocks(len(ids)), spec.num_local_experts), ids.clamp(max=2**31 - 1).int()
+    ops.count(ids, distinct=spec.distinct_topk, block_counts=counts, flags=flags)  # type: ignore[attr-defined]
+    ops.route(ids, layout, distinct=spec.distinct_topk, block_counts=counts, row_of=row_of, groups=groups)  # type: ignore[attr-defined]
+    return row_of, groups, flags, counts
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -123,7 +126,11 @@ def test_gathered_gemms_equal_their_twins(name: str, scale_format: ScaleFormat |
             act[:live].float() * (1.0 if scales is None else scales[:live].repeat_interleave(i // scales.shape[1], -1)) for act, scales in results
         )
         error = (got - want).norm(dim=-1) / want.norm(dim=-1)
-        assert float(error.max()) < (0.03 if scale_format else 0.005), where
+        if scale_format:  # sums of another order move a value over a rounding border: by one e4m3 step then, and seldom
+            group = want.unflatten(-1, (-1, rows)).abs().amax(-1).repeat_interleave(rows, -1)
+            assert bool(((got - want).abs() <= want.abs() / 8 + group / 100).all()), where
+        assert float(error.mean()) < 0.01, where
+        assert float(error.max()) < (1 / 16 if scale_format else 0.005), where
         outs = []
         for ops in (kernels, reference):
             out = torch.full((a + 1, h), 9.0, device="cuda", dtype=torch.bfloat16)
