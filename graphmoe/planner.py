@@ -284,6 +284,8 @@ class _Planner:
                 return bucket
             because += f", {recipe.path} exceeds max_arena_bytes"
             misfits.append(bucket)
+        if not misfits:
+            return self._with_recipe(tokens, recipe, because, static_bytes)  # raises: the last resort says what it cannot take
         return min(misfits, key=self._bytes)  # the plan will be refused: by what it misses at least
 
     def _fits(self, bucket: BucketPlan) -> bool:

@@ -354,6 +354,20 @@ def test_gathered_refuses_exactly_what_no_sm_can_hold(tile: int, rows: int, stag
         assert plan(SMALL, [16], recipes=asked).buckets[0].options["up_stages"] == stages
 
 
+def test_more_slots_than_kernels_take_are_refused_on_a_gpu_alone() -> None:
+    def spec(top_k: int) -> MoESpec:
+        return MoESpec(256, top_k, 256, 256)
+
+    for path, most in (("direct", 32), ("gathered", 128), ("psum", 128), ("compact", 128), ("masked", 128)):
+        assert plan(spec(most), [2], recipes=path).buckets[0].recipe.path == path
+        assert plan(spec(200), [2], recipes=path, arch="cpu").buckets[0].recipe.path == path
+        with pytest.raises(UnsupportedShape, match=f"'{path}'.*K={most + 1} .* {most}"):
+            plan(spec(most + 1), [2], recipes=path)
+    assert plan(spec(33), [2]).buckets[0].recipe.path == "gathered"
+    with pytest.raises(UnsupportedShape, match=r"'psum'.*K=129"):
+        plan(spec(129), [2])
+
+
 def test_a_mapping_gives_each_bucket_its_recipe_and_leaves_the_others_to_auto() -> None:
     made = plan(SMALL, [1, 2, 4, 8, 16], recipes={2: "masked", 8: Recipe("compact", block_e=128), 4: "auto"})
     assert [bucket.recipe for bucket in made.buckets] == [

@@ -105,7 +105,7 @@ class Mega:
         self._scale = spec.routed_scaling_factor
 
     def runs(self, batch: Batch, y: Tensor) -> Runs:
-        ids = batch.topk_ids.to(self._buffer.topk_idx.dtype)
+        ids = batch.topk_ids.int()
         return [partial(self._run, batch, ids, y, *weights) for weights in self._weights]
 
     def _run(self, batch: Batch, ids: Tensor, y: Tensor, l1: Any, l2: Any) -> None:

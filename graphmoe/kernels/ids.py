@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_TENSOR = 1 << 20
-"""Elements of Triton's largest tensor; comparing every slot of a token with every other makes `BLOCK * SLOTS` of them."""
+_COMPARED = 1 << 15
+"""Comparing every slot of a token with every other makes `BLOCK * SLOTS` pairs; so many at a time."""
 
 
 @triton.jit
@@ -42,4 +42,4 @@ def named_twice_of(mine, DISTINCT: tl.constexpr):
 def block_of(tokens: int, top_k: int, most: int) -> tuple[int, int]:
     """K padded to a power of two, and assignments of that width that a program takes at a time."""
     slots = triton.next_power_of_2(top_k)
-    return slots, max(slots, 16, min(most, triton.next_power_of_2(tokens) * slots, _TENSOR // slots))
+    return slots, max(slots, 16, min(most, triton.next_power_of_2(tokens) * slots, _COMPARED // slots))

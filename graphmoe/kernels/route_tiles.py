@@ -21,7 +21,7 @@ from graphmoe.kernels.pdl import pdl_flags, wait_and_signal
 from graphmoe.kernels.quantise import quantise_groups
 
 _BLOCK = 2048
-_WARPS = 8
+_WARPS, _MANY_WARPS = 8, 16
 _GROUPS = 16
 
 
@@ -144,5 +144,6 @@ def route_tiles(
         topk_ids, x, row_of, members, tiles, x if x_rows is None else x_rows, x if x_scales is None else x_scales, flags, tokens, tiles.shape[0],
         TOP_K=top_k, SLOTS=slots, EXPERTS=experts, BINS=max(16, triton.next_power_of_2(experts)),
         TILE=members.shape[1], DISTINCT=distinct, BLOCK=block,
-        COLUMNS=columns, POWER_OF_TWO=scale_format is ScaleFormat.UE8M0, CHUNKS=chunks, GROUPS=_GROUPS, GROUP=GROUP, num_warps=_WARPS, **pdl_flags(),
+        COLUMNS=columns, POWER_OF_TWO=scale_format is ScaleFormat.UE8M0, CHUNKS=chunks, GROUPS=_GROUPS, GROUP=GROUP,
+        num_warps=_MANY_WARPS if block >= _BLOCK else _WARPS, **pdl_flags(),
     )  # fmt: skip

@@ -114,6 +114,16 @@ class Path(Protocol):
         """Judge the thread counts of a captured step's GEMM kernels: why they break the plan, or None."""
 
 
+_MOST_SLOTS = 128
+
+
+def too_many_slots(spec: MoESpec, arch: str, most: int = _MOST_SLOTS) -> str | None:
+    """Why the kernels do not take this many experts a token, or None. They compare a token's slots with each other for its promise of distinct experts."""
+    if arch == "cpu" or spec.top_k <= most:
+        return None
+    return f"K={spec.top_k} experts a token are more than its kernels take, {most}"
+
+
 def choose(recipe: Recipe, **allowed: tuple[int, ...]) -> dict[str, int]:
     """The recipe's options, each out of its allowed values; the first allowed value is the default."""
     given = dict(recipe.options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphmoe.formats import Format, Rounding, ScaleFormat
-from graphmoe.paths.base import BufferSpec, Stage, choose
+from graphmoe.paths.base import BufferSpec, Stage, choose, too_many_slots
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from graphmoe.gemm import GroupedGemm
     from graphmoe.ops import Ops
     from graphmoe.weights import ExpertWeights
+
+
+_MOST_SLOTS = 32
+"""A program of the second GEMV goes through all slots of its token."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class DirectPath:
     def supports(self, spec: MoESpec, fmt: Format, arch: str) -> str | None:
         if fmt.scales is ScaleFormat.UE8M0_PACKED or arch not in ("cpu", "sm90"):
             return f"its kernels read float32 scales and were written for sm90, not {arch}; use psum or masked"
-        return None
+        return too_many_slots(spec, arch, _MOST_SLOTS)
 
     def rows(self, spec: MoESpec, tokens: int, options: Mapping[str, int]) -> int:
         return tokens * spec.top_k

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from graphmoe import bounds
 from graphmoe.errors import UnknownRecipe, UnsupportedShape
 from graphmoe.formats import BLOCK, Format, Rounding, ScaleFormat
-from graphmoe.paths.base import BufferSpec, Stage, choose
+from graphmoe.paths.base import BufferSpec, Stage, choose, too_many_slots
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 
@@ -77,7 +77,7 @@ class GatheredPath:
             return f"its kernels read float32 scales and were written for sm90, not {arch}; use psum or masked"
         if 2 * spec.num_local_experts * spec.intermediate_size >= 1 << 31 or spec.num_local_experts * spec.hidden_size >= 1 << 31:
             return f"E={spec.num_local_experts} experts of I={spec.intermediate_size}, H={spec.hidden_size} have 2^31 rows of weights or more"
-        return None
+        return too_many_slots(spec, arch)
 
     def tiles(self, spec: MoESpec, tokens: int, tile: int) -> int:
         """Tiles that any routing needs at most."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, Rounding, ScaleFormat
 from graphmoe.layout import LayoutKind, RowLayout
-from graphmoe.paths.base import BufferSpec, Stage, choose
+from graphmoe.paths.base import BufferSpec, Stage, choose, too_many_slots
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 
@@ -65,7 +65,9 @@ class GroupedPath:
         return Rounding()
 
     def supports(self, spec: MoESpec, fmt: Format, arch: str) -> str | None:
-        return None if arch in ("cpu", "sm90", "sm100") else f"deep_gemm has no grouped GEMM for {arch}; supported: sm90, sm100, cpu"
+        if arch not in ("cpu", "sm90", "sm100"):
+            return f"deep_gemm has no grouped GEMM for {arch}; supported: sm90, sm100, cpu"
+        return too_many_slots(spec, arch)
 
     def layout(self, spec: MoESpec, tokens: int, options: Mapping[str, int]) -> RowLayout:
         if self.name == "masked":

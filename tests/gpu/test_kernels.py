@@ -184,7 +184,7 @@ def test_scatter_and_act_equal_their_twins(name: str, scale_format: ScaleFormat 
     generator = torch.Generator(device="cuda").manual_seed(1)
     for layout in layouts(spec, tokens):
         _, ids = next(routings(spec, tokens, device="cuda"))
-        row_of, _, _ = routed(reference, ids, spec, layout)
+        row_of, *_ = routed(reference, ids, spec, layout)
         x = torch.randn(tokens, spec.hidden_size, generator=generator, device="cuda").bfloat16()
         x[0] = 0
         x[1, 5] = torch.inf
@@ -231,7 +231,7 @@ def test_combine_is_within_one_bf16_step_of_its_twin(name: str) -> None:
     for layout in layouts(spec, tokens):
         for _, ids in routings(spec, tokens, device="cuda"):
             ids[3] = ids[3, 0]
-            row_of, _, _ = routed(reference, ids, spec, layout)
+            row_of, *_ = routed(reference, ids, spec, layout)
             rows = torch.full((layout.segments, layout.segment_rows, spec.hidden_size), torch.nan, device="cuda", dtype=torch.bfloat16)
             live = row_of[row_of >= 0].long()
             rows.flatten(0, 1)[live] = torch.randn(live.numel(), spec.hidden_size, device="cuda").bfloat16()
