@@ -40,7 +40,7 @@ def tune(
     fmt = format_name(fmt)
     spec, sizes = sharded(model, tp, ep, fmt), BucketLadder.of(buckets).sizes
     file = (out or profiles_root()) / device_slug(name) / f"{_slug(model, tp, ep, fmt)}.json"
-    command = shlex.join(["graphmoe", "tune", "--model", model, "--tp", str(tp), "--ep", str(ep), "--format", fmt, "--buckets", buckets])
+    command = shlex.join(["graphmoe", "tune", "--model", model, "--tp", str(tp), "--ep", str(ep), "--format", fmt])
     console, records = make_console(), _earlier(file, spec, fmt, name, provenance(device), again)
     left = [tokens for tokens in sizes if again or tokens not in records]
     console.print(f"{model} tp={tp} ep={ep} {fmt} on {name}: {len(left)} of {len(sizes)} buckets to measure; profile {file}")

@@ -118,7 +118,7 @@ _MOST_SLOTS = 128
 
 
 def too_many_slots(spec: MoESpec, arch: str, most: int = _MOST_SLOTS) -> str | None:
-    """Why the kernels do not take this many experts a token, or None: they compare a token's slots with each other, for its promise of distinct ones."""
+    """Why the kernels do not take this many experts a token, or None: they compare a token's slots with each other."""
     if arch == "cpu" or spec.top_k <= most:
         return None
     return f"K={spec.top_k} experts a token are more than its kernels take, {most}"
