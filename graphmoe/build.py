@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphmoe import reference
 from graphmoe.arena import Arena
-from graphmoe.audit import require_cuda_python
+from graphmoe.audit import Audit, Region, judge, read_graph, require_cuda_python
 from graphmoe.capture import CapturedStep, capture_step, prove, side_stream
 from graphmoe.errors import CaptureError
 from graphmoe.flag import StickyFlag
@@ -83,6 +83,15 @@ class Built:
         for one in self.weights:
             for tensor in one.tensors().values():
                 tensor.record_stream(stream)
+
+    def regions(self, layer: int, tokens: int) -> list[Region]:
+        """The memory that the graph of a layer and bucket may touch: static buffers, the bucket's views of the arena, the layer's weights."""
+        named = {**self.static, **self.buffers[tokens], **self.weights[layer].tensors()}
+        return [Region(name, tensor.data_ptr(), tensor.nbytes) for name, tensor in named.items()]
+
+    def audit(self) -> dict[tuple[int, int], Audit]:
+        """Every captured graph held against its regions, by (layer, bucket)."""
+        return {key: judge(read_graph(captured.graph), self.regions(*key)) for key, captured in self.graphs.items()}
 
     def release(self) -> None:
         """Drop the graphs, the buffers and the references to weights."""

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from graphmoe.audit import Audit, Region
 from graphmoe.buckets import BucketLadder, Overflow
 from graphmoe.build import Bucket, Built, StaticInputs, build
 from graphmoe.call import check_call, refuse_lent_memory, refuse_shifted_overlap
@@ -378,6 +379,24 @@ class MoERuntime:
             fingerprint=self.plan.fingerprint,
             buckets=tuple(buckets),
         )
+
+    def audit(self) -> dict[tuple[int, int], Audit]:
+        """Read every captured graph back, by (layer, bucket): its nodes, and the proof that each address that a kernel was given begins in the static
+        buffers, the arena or the layer's weights. A graph is proven if its audit has no findings. There are none on the CPU.
+
+        Raises:
+            CaptureError: the driver does not give a graph back.
+        """
+        with self._core.opened() as built:
+            return built.audit()
+
+    def regions(self, layer: int, bucket: int) -> list[Region]:
+        """The memory that one graph may touch, by name: what `audit` holds its addresses against."""
+        with self._core.opened() as built:
+            self._core.bucket(bucket)
+            if layer not in range(len(self.layers)):
+                raise InvalidInput(f"{layer} is not a layer of this runtime; it has layers 0 to {len(self.layers) - 1}")
+            return built.regions(layer, bucket)
 
     def clear_flag(self) -> None:
         """Lower the flag of broken promises; the next one warns again."""

@@ -6,6 +6,7 @@ The interpreter runs Python, so it accepts what the compiler refuses (a name tha
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from graphmoe.audit.signatures import SIGNATURES
 from graphmoe.kernels.act import _act_kernel
 from graphmoe.kernels.combine import _combine_kernel
 from graphmoe.kernels.count import _count_kernel
@@ -40,6 +42,8 @@ def compile_kernel(kernel: Any, pointers: dict[str, str], **constexprs: Any) -> 
     signature = {name: pointers.get(name, "constexpr" if name in constexprs else "i32") for name in kernel.arg_names}
     aligned = {(number,): [["tt.divisibility", 16]] for number, kind in enumerate(signature.values()) if kind.startswith("*")}
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, aligned), target=TARGET).asm
+    if kernel.fn.__name__ in SIGNATURES:
+        judge_signature(kernel.fn.__name__, compiled["ptx"])
     if constexprs.get("PDL"):
         judge_waiting(kernel.fn.__name__, compiled["ptx"])
     return compiled["cubin"]
@@ -51,6 +55,17 @@ def resources(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def judge_signature(name: str, ptx: str) -> None:
+    """Raise unless the compiled kernel takes parameters of the sizes that the audit has declared for it."""
+    entry = ptx[ptx.index(".entry") :]
+    sizes = [
+        int(array or 0) or int(bits) // 8
+        for bits, array in re.findall(r"\.param (?:\.align \d+ )?\.[ubfs](\d+)[^\[,)]*?_param_\d+(?:\[(\d+)\])?", entry[: entry.index(")")])
+    ]
+    declared = [parameter.nbytes for parameter in SIGNATURES[name]]
+    assert sizes == declared, f"{name} takes parameters of {sizes} bytes, declared are {declared}"
 
 
 def judge_waiting(name: str, ptx: str) -> None:

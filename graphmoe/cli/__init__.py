@@ -11,6 +11,7 @@ import graphmoe
 from graphmoe.cli.bench import bench
 from graphmoe.cli.convert import convert
 from graphmoe.cli.demo import demo
+from graphmoe.cli.inspect import inspect
 from graphmoe.cli.options import in_options
 from graphmoe.cli.plan import plan
 from graphmoe.cli.tune import tune
@@ -44,6 +45,7 @@ app.command()(convert)
 app.command()(tune)
 app.command()(bench)
 app.command()(verify)
+app.command()(inspect)
 
 
 def main() -> None:
