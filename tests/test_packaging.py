@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("provenance",),
     ("runtime",),
     ("trial", "verify"),
-    ("tuning",),
+    ("tuning", "doctor"),
     ("decode",),
     ("__init__",),
     ("integrations", "cli"),

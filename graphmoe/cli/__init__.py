@@ -11,6 +11,7 @@ import graphmoe
 from graphmoe.cli.bench import bench
 from graphmoe.cli.convert import convert
 from graphmoe.cli.demo import demo
+from graphmoe.cli.doctor import doctor
 from graphmoe.cli.inspect import inspect
 from graphmoe.cli.options import in_options
 from graphmoe.cli.plan import plan
@@ -46,6 +47,7 @@ app.command()(tune)
 app.command()(bench)
 app.command()(verify)
 app.command()(inspect)
+app.command()(doctor)
 
 
 def main() -> None:
