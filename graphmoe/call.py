@@ -80,8 +80,11 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if tuple(tensor.shape) != shape:
-        raise InvalidInput(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        what = "[t, hidden_size]" if name in ("x", "out") else "[t, top_k]"
+        raise InvalidInput(f"{name} is {tuple(tensor.shape)}, expected {shape}: {what}, and t is the number of x's rows")
     if tensor.dtype not in dtypes:
-        raise InvalidInput(f"{name} is {tensor.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        remedy = "pass a tensor of it" if name == "out" else f"pass {name}.to({dtypes[-1]})"
+        raise InvalidInput(f"{name} is {tensor.dtype}, expected {wanted}; {remedy}")
     if tensor.device != device:
         raise InvalidInput(f"{name} is on {tensor.device}, the runtime on {device}; move it with .to({str(device)!r})")

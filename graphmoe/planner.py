@@ -213,6 +213,8 @@ def plan(
             raise PlanError(f"profile={profile!r} must be a Profile or None; Profile.load(path) reads one")
         profile.check(spec, weight_format.name)
 
+    if max_arena_bytes is not None and (isinstance(max_arena_bytes, bool) or not isinstance(max_arena_bytes, int)):
+        raise PlanError(f"max_arena_bytes={max_arena_bytes!r} must be a number of bytes")
     planner = _Planner(spec, weight_format, arch, guard_bytes, max_arena_bytes, profile)
     made = planner.plan(ladder, recipes)
     if max_arena_bytes is not None and made.arena_bytes > max_arena_bytes:

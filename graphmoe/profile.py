@@ -15,7 +15,7 @@ import re
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -322,6 +322,15 @@ def find_profile(spec: MoESpec, fmt: str, device_name: str, *, root: str | os.Pa
         if (profile.device, profile.fmt, profile.shape) == wanted:
             return profile
     return None
+
+
+def profiled_devices() -> list[str]:
+    """Devices that shipped profiles were measured on, as torch names them."""
+    devices = set()
+    for file in profiles_root().glob("*/*.json"):
+        with suppress(PlanError):
+            devices.add(Profile.load(file).device)
+    return sorted(devices)
 
 
 def profile_for(wish: Profile | Literal["auto"] | None, spec: MoESpec, fmt: str, device_name: str | None) -> Profile | None:

@@ -154,7 +154,7 @@ def test_what_was_tuned_is_found_and_planned_with(tune: Any, fake: Any, tmp_path
     assert found.kernels == {path: kernels_version(path) for path in ("gathered", "masked")}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.provenance["date"])
     assert found.provenance["ceilings"] == "4.20 TB/s read, 1500 TFLOP/s dense fp8_block"
-    assert found.provenance["command"] == "graphmoe tune --model qwen3-30b-a3b --tp 1 --ep 1 --format fp8_block"
+    assert found.provenance["command"] == "graphmoe tune --model qwen3-30b-a3b --tp 1 --ep 1 --format fp8_block --buckets 8,128,2048"
     assert {"torch", "triton", "driver", "graphmoe"} <= found.provenance.keys()
     assert "3 of 3 buckets to measure" in output
     assert "compiled 17 recipes" in output

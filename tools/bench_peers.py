@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe import BucketLadder, MoESpec, kernels
+from graphmoe import BucketLadder, MoESpec
 from graphmoe.cli.console import make_console
+from graphmoe.cli.gpu import measured_gpu
 from graphmoe.cli.options import sharded
 from graphmoe.errors import GraphMoEError
 from graphmoe.formats import BLOCK
@@ -47,6 +48,8 @@ _LAYOUTS = {"dg masked": ("masked", 128), "dg psum64": ("psum", 64), "dg compact
 
 def deep_gemm_pair(kind: str, align: int, spec: MoESpec, batch: Batch, weights: ExpertWeights, gemm: DeepGemm) -> Callable[[], None]:
     """Both grouped GEMMs of one layer in one layout, on rows of random numbers."""
+    from graphmoe import kernels  # needs Triton
+
     tokens = batch.x.shape[0]
     layout = RowLayout.masked(spec, tokens, align) if kind == "masked" else RowLayout.contiguous(kind, spec, tokens, align)  # type: ignore[arg-type]
     h, i, device = spec.hidden_size, spec.intermediate_size, batch.x.device
@@ -209,6 +212,10 @@ def main() -> None:
     parser.add_argument("--buckets", default="1,2,4,8,16,32,64,128,256,512,1024")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
+    try:
+        measured_gpu()
+    except GraphMoEError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     title, rows = measure(options.model, options.tp, options.ep, options.buckets)
     console = make_console()
     console.print(title)

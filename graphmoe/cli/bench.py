@@ -55,10 +55,15 @@ def bench(
     ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
     buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32,64,128,256,512,1024",
     fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
-    others: Annotated[bool, typer.Option("--others", help="time every path with its default options, too")] = False,
+    others: Annotated[
+        bool, typer.Option("--others", help="time direct (to 16 tokens), gathered, psum and masked with their default options, too")
+    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="write what was measured there")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="draw time against tokens there")] = None,
-    load: Annotated[Path | None, typer.Option("--load", help="draw and print an earlier --json instead of measuring")] = None,
+    load: Annotated[
+        Path | None,
+        typer.Option("--load", help="draw and print an earlier --json instead of measuring; options of a measurement are not looked at then"),
+    ] = None,
 ) -> None:
     """Measure the card's ceilings, then each bucket's whole layer (x, ids, weights in, y out) as a CUDA graph, L2-cold."""
     console = make_console()
@@ -102,10 +107,11 @@ def _rows(trial: Trial, batches: list[Batch], tokens: int, chosen: bool) -> list
     if trial.refused:
         print(f"T={tokens} {trial.recipe}: {trial.refused}", file=sys.stderr)
     active = {batch.name: sum(count > 0 for count in batch.counts) for batch in batches}
-    call = None if trial.call is None else trial.call.median_us
+    call = None if trial.call is None else trial.call.median_us  # of the last routing
     return [
         Row(
-            tokens, name, trial.recipe.path, str(trial.recipe), chosen, time.median_us, time.spread_us, floor, call,
+            tokens, name, trial.recipe.path, str(trial.recipe), chosen, time.median_us, time.spread_us, floor,
+            call if name == batches[-1].name else None,
             trial.launches, trial.arena_bytes, trial.worst_row, active[name],
         )
         for name, time, floor in trial.times

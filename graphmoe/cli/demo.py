@@ -67,7 +67,8 @@ def demo(
         closest = max(seen, key=lambda tokens: seen[tokens].worst_row / limits[tokens])
         worst, limit = seen[closest].worst_row, limits[closest]
         console.print(
-            f"{sum(one.steps for one in seen.values())} layer steps checked row by row: worst row off by {worst:.4f} of its norm, limit {limit}"
+            f"{sum(one.steps for one in seen.values())} layer steps checked row by row: closest to its limit is bucket {closest}, "
+            f"off by {worst:.4f} of its norm, limit {limit}"
         )
         if not worst <= limit:
             console.print("MISMATCH: the runtime and the dense oracle disagree", style="bold red")

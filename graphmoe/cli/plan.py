@@ -22,7 +22,7 @@ from graphmoe.layout import RowLayout
 from graphmoe.paths.grouped import buffers_of
 from graphmoe.planner import BucketPlan, Plan, place
 from graphmoe.planner import plan as make_plan
-from graphmoe.profile import Profile, find_profile
+from graphmoe.profile import Profile, find_profile, profiled_devices
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 
@@ -159,7 +159,9 @@ def _chose(profile: Profile, bucket: BucketPlan) -> bool:
 def _who_chose(made: Plan, device_name: str, profile: Profile | None) -> str:
     """Whether a profile spoke, for how many buckets, and how far from the floor it measured them."""
     if profile is None:
-        return f"no profile of {device_name} for this shape in {made.fmt}" if device_name else "no device, no profile"
+        if not device_name:
+            return "no device, no profile"
+        return f"no profile of {device_name} for this shape in {made.fmt}; devices with profiles: {', '.join(profiled_devices())}"
     chosen = {bucket.tokens for bucket in made.buckets if _chose(profile, bucket)}
     ratios = [record.ratio for record in profile.buckets if record.tokens in chosen]
     measured = f"; measured at {min(ratios):.2f} to {max(ratios):.2f} of the floor" if ratios else ""

@@ -60,7 +60,8 @@ def tune(
                 records[tokens] = record
                 left.remove(tokens)
                 paths = {one.recipe.path for one in records.values()}
-                facts = {**provenance(device), "date": f"{datetime.now(UTC):%Y-%m-%d}", "command": command, "ceilings": ceilings}
+                made = f"{command} --buckets {','.join(map(str, sorted(records)))}"
+                facts = {**provenance(device), "date": f"{datetime.now(UTC):%Y-%m-%d}", "command": made, "ceilings": ceilings}
                 Profile(name, fmt, shape_of(spec), {path: kernels_version(path) for path in paths}, facts, tuple(records.values())).save(file)
                 console.print(_line(record, trials))
     if left:

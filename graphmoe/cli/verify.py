@@ -13,6 +13,7 @@ from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.demo import SPEC as SMALL
 from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, PATH_HELP, format_name, sharded
 from graphmoe.device import arch_of, resolve_device
+from graphmoe.errors import InvalidInput
 from graphmoe.formats import get_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
@@ -35,12 +36,21 @@ def verify(
     reproduce: Annotated[str | None, typer.Option(help="one case, as a failure prints it; needs --path")] = None,
 ) -> None:
     """Call each path with routings that change every time, and hold every output against an oracle and against its own first bits."""
+    if examples < 1 or soak_minutes < 0:
+        raise InvalidInput(f"--examples {examples} --soak {soak_minutes:g}: at least 1 call and no negative minutes; nothing would be verified")
+    if model is None and (tp, ep) != (1, 1):
+        raise InvalidInput(f"--tp {tp} --ep {ep} need --model: the small layer is not sharded")
+    if reproduce is not None and path is None:
+        raise InvalidInput("--reproduce needs --path: a case is of one path")
     fmt = format_name(fmt)
     place = resolve_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     spec = SMALL if model is None else sharded(model, tp, ep, fmt)
     ladder, console = BucketLadder.of(buckets), make_console()
     recipes = [Recipe.of(path)] if path else _every_path(spec, fmt, arch_of(place))
-    console.print(f"{model or 'small layer'}, {fmt}, buckets {', '.join(map(str, ladder.sizes))}, on {place}: {examples} calls a path, seed {seed}")
+    shard = f" tp={tp} ep={ep}" if model else ""
+    console.print(
+        f"{model or 'small layer'}{shard}, {fmt}, buckets {', '.join(map(str, ladder.sizes))}, on {place}: {examples} calls a path, seed {seed}"
+    )
     for recipe in recipes:
         verifier = Verifier(spec, fmt, ladder, recipe, place)
         try:
