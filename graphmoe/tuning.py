@@ -25,6 +25,8 @@ _DIRECT_TOKENS, _GROUPED_TOKENS = 8, 8
 _GATHERED_ROWS = 64
 _WORTH = 1.15
 """A path whose plain recipe is slower than the best one's by more than this is not refined: options rarely gain as much."""
+_EQUAL = 1.005
+"""Ratios that differ by less than this are the same: runs of one recipe differ by as much."""
 _PROCESS_BYTES = 2 << 30
 """Device memory of a compiling process besides its weights: the CUDA context, scales, an arena."""
 
@@ -124,6 +126,8 @@ def tune(bench: Bench, tokens: int, *, seen: Callable[[Trial], None] = lambda tr
     finals = sorted((trial for trial in trials.values() if trial.refused is None), key=lambda trial: trial.worst_ratio)[:2]
     again = [bench.run(trial.recipe, batches, repeats=25) for trial in finals]
     fastest = min(again, key=lambda trial: trial.worst_ratio, default=None)
+    if fastest is not None:  # of what is equally fast, what needs less memory
+        fastest = min((one for one in again if one.worst_ratio <= fastest.worst_ratio * _EQUAL), key=lambda one: (one.arena_bytes, one.worst_ratio))
     if fastest is None or fastest.refused is not None:
         why = "; ".join(f"{trial.recipe}: {trial.refused}" for trial in (*trials.values(), *again) if trial.refused is not None)
         raise GraphMoEError(f"no recipe works at {tokens} tokens: {why}")

@@ -32,20 +32,22 @@ from graphmoe.kernels.stage import _stage_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 _CUOBJDUMP = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-_LOADS = ("ld.global", "cp.async")
-_LOAD_EARLY = ("_gather_down_kernel", "_gemv_down_kernel", "_combine_kernel")
-"""They ask for tiles, rows, ids and weights before they wait: all older than the kernel that they wait for."""
+NOTHING_EARLY = (0, 0)
 
 
-def compile_kernel(kernel: Any, pointers: dict[str, str], **constexprs: Any) -> bytes:
-    """Machine code of one variant; arguments that are not named are int32 scalars. With programmatic launch, its code is held to the rule."""
+def compile_kernel(kernel: Any, pointers: dict[str, str], *, early: tuple[int, int] = NOTHING_EARLY, **constexprs: Any) -> bytes:
+    """Machine code of one variant; arguments that are not named are int32 scalars. With programmatic launch, its code is held to the rule.
+
+    `early`: loads that it may issue before it waits, of what is older than the kernel that it waits for; and how many of them go past the L1 cache,
+    which may hold what an earlier replay wrote there (weights need not: they do not change).
+    """
     signature = {name: pointers.get(name, "constexpr" if name in constexprs else "i32") for name in kernel.arg_names}
     aligned = {(number,): [["tt.divisibility", 16]] for number, kind in enumerate(signature.values()) if kind.startswith("*")}
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, aligned), target=TARGET).asm
     if kernel.fn.__name__ in SIGNATURES:
         judge_signature(kernel.fn.__name__, compiled["ptx"])
     if constexprs.get("PDL"):
-        judge_waiting(kernel.fn.__name__, compiled["ptx"])
+        judge_waiting(kernel.fn.__name__, compiled["ptx"], early)
     return compiled["cubin"]
 
 
@@ -68,15 +70,18 @@ def judge_signature(name: str, ptx: str) -> None:
     assert sizes == declared, f"{name} takes parameters of {sizes} bytes, declared are {declared}"
 
 
-def judge_waiting(name: str, ptx: str) -> None:
-    """Raise unless the kernel waits before it signals and before it stores, and before it loads unless it may ask earlier for what is older."""
-    wait, signal = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
-    assert 0 <= wait < signal, f"{name} does not wait and then signal"
-    for access in ("st.global", "red.global", "atom.global", *(() if name in _LOAD_EARLY else _LOADS)):
-        first = ptx.find(access)
-        assert first < 0 or wait < first, f"{name} has {access} before it waits"
-    if name in _LOAD_EARLY:
-        assert any(load in ptx[wait:] for load in _LOADS), f"{name} loads everything before it waits"
+def judge_waiting(name: str, ptx: str, early: tuple[int, int]) -> None:
+    """Raise unless every block waits once, on its only way, before it signals, stores, or loads anything but what it may ask for early."""
+    assert ptx.count("griddepcontrol.wait") == 1, f"{name} waits {ptx.count('griddepcontrol.wait')} times"
+    before, _, behind = ptx[ptx.index(".entry") :].partition("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in behind, f"{name} signals before it waits, or never"
+    for way in (r"\bret\b", r"\bbra\b", r"\bexit\b"):
+        assert not re.search(way, before), f"{name} can leave or branch before it waits"
+    for access in ("st.global", "red.global", "atom.global", "cp.async"):
+        assert access not in before, f"{name} has {access} before it waits"
+    loads = re.findall(r"ld\.global[\w.]*", before)
+    found = (len(loads), sum(".cg" in load for load in loads))
+    assert found == early, f"{name} issues {found[0]} loads before it waits, {found[1]} of them past L1; expected {early}"
 
 
 def main() -> None:
@@ -96,7 +101,7 @@ def main() -> None:
         compile_kernel(_scatter_kernel, {"x": "*bf16", **rows}, COLUMNS=7168, TOP_K=8, SLOTS=8, GROUPS=8, **sizes)
         compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, ASSIGNMENTS=4096, COLUMNS=768, GROUPS=8, PAIRS=16, **sizes)
     pointers = {"rows": "*bf16", "row_of": "*i32", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
-    compile_kernel(_combine_kernel, pointers, COLUMNS=7168, TOP_K=8, SLOTS=8, UNROLLED=16, BLOCK=1024, PDL=True)
+    compile_kernel(_combine_kernel, pointers, early=(2, 2), COLUMNS=7168, TOP_K=8, SLOTS=8, UNROLLED=16, BLOCK=1024, PDL=True)
     compile_kernel(_pack_kernel, {"scales": "*fp32", "out": "*i32"}, COLUMNS=5, WORDS=2, BLOCK=256)
     for quantise, power_of_two in ((False, False), (True, False), (True, True)):
         values = "*fp8e4nv" if quantise else "*bf16"
@@ -111,14 +116,16 @@ def main() -> None:
         gemm = {"COLUMNS": 7168, "WIDTH": 768, "TILE": 16, "ROWS": 128, "STEP": step, "GROUP": 128, "STAGES": 3, "QUANTISE": quantise, "PDL": True}
         weights = pointers | {"w": f"tensordesc<{values[1:]}[128, {step}]>"}
         compile_kernel(_gather_up_kernel, weights, POWER_OF_TWO=power_of_two, **gemm)
-        compile_kernel(_gather_down_kernel, weights, **gemm)
+        compile_kernel(_gather_down_kernel, weights, early=(3, 3), **gemm)
         gemv = {"COLUMNS": 7168, "EXPERTS": 128, "TOP_K": 8, "ROWS": 8, "GROUP": 128, "QUANTISED": quantise, "PDL": True}
         direct = pointers | {"x": "*bf16", "act": "*bf16", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
         compile_kernel(_gemv_up_kernel, direct, WIDTH=768, GROUPS=4, STAGES=1, **gemv)
-        for slots, groups, width in ((1, 8, 768), (8, 2, 768), (8, 2, 2048)):
+        eight, sixteen = ((13, 4), (14, 5)) if quantise else ((20, 4), (24, 8))
+        for slots, groups, width, early in ((1, 8, 768, NOTHING_EARLY), (8, 2, 768, eight), (8, 2, 2048, eight), (16, 1, 768, sixteen)):
+            all_slots = max(8, slots)
             held = {"WIDTH": width, "GROUPS": groups, "STEPS": -(-width // (groups * 128)), "UNROLLED": _UNROLLED}
             assert slots * groups * gemv["ROWS"] * 128 <= 4 * _REGISTERS
-            cubin = compile_kernel(_gemv_down_kernel, direct, ALL_SLOTS=8, SLOTS=slots, DISTINCT=True, **held, **gemv)
+            cubin = compile_kernel(_gemv_down_kernel, direct, early=early, ALL_SLOTS=all_slots, SLOTS=slots, DISTINCT=True, **held, **gemv)
             assert "STACK:0 " in resources(cubin), f"direct's sums spill with {slots} slots, {held}: {resources(cubin)}"
     print("all kernels compile for sm90")
 

@@ -163,6 +163,14 @@ def test_what_was_tuned_is_found_and_planned_with(tune: Any, fake: Any, tmp_path
     assert "not measured" not in output
 
 
+def test_a_shape_has_one_file_however_it_was_given(tune: Any, tmp_path: Path) -> None:
+    tune("--model", "K=8,E=0128,H=2048,I=768", "--buckets", "8")
+    assert [record.tokens for record in Profile.load(tmp_path / FILE).buckets] == [8]
+    assert "1 of 2 buckets to measure" in tune("--model", "qwen3-30b-a3b", "--buckets", "8,16")
+    tune("--model", "H=2048,E=96,K=8,I=1536", "--tp", "2", "--buckets", "8")
+    assert (tmp_path / "nvidia-h200/E96-K8-H2048-I1536-tp2.json").is_file()
+
+
 def test_a_second_run_measures_what_the_first_did_not(tune: Any, fake: Any, tmp_path: Path) -> None:
     tune("--buckets", "8,64")
     before = Profile.load(tmp_path / FILE).buckets
@@ -381,11 +389,11 @@ def test_bench_measures_what_auto_runs_and_prints_it(command: Command, fake: Any
     assert made.runs == chosen
     assert "qwen3-30b-a3b, fp8_block: cpu, 4.20 TB/s read, 1500 TFLOP/s dense fp8_block" in output
     assert cells(output) == [
-        ["1", "balanced", "3", "* direct", "50.0", "0.2", "2.50", "77.7", "20", "4", "3.0", "0.0321"],
+        ["1", "balanced", "3", "* direct", "50.0", "0.2", "2.50", "", "20", "4", "3.0", "0.0321"],
         ["1", "zipf", "1", "* direct", "25.0", "0.2", "2.50", "77.7", "40", "4", "3.0", "0.0321"],
-        ["8", "balanced", "3", "* gathered", "30.0", "0.2", "1.50", "77.7", "267", "4", "3.0", "0.0321"],
+        ["8", "balanced", "3", "* gathered", "30.0", "0.2", "1.50", "", "267", "4", "3.0", "0.0321"],
         ["8", "zipf", "1", "* gathered", "15.0", "0.2", "1.50", "77.7", "533", "4", "3.0", "0.0321"],
-        ["1024", "balanced", "3", "* psum", "50.0", "0.2", "2.50", "77.7", "20480", "4", "3.0", "0.0321"],
+        ["1024", "balanced", "3", "* psum", "50.0", "0.2", "2.50", "", "20480", "4", "3.0", "0.0321"],
         ["1024", "zipf", "1", "* psum", "25.0", "0.2", "2.50", "77.7", "40960", "4", "3.0", "0.0321"],
     ]
 

@@ -182,7 +182,17 @@ def test_a_layer_is_planned_by_its_sizes_or_refused_with_what_is_wrong(command):
     by_name = run_plan("--model", "qwen3-30b-a3b", "--buckets", "1,64", "--device", "none")
     assert by_sizes.split("\n", 1)[1] == by_name.split("\n", 1)[1]
     assert "I=256 (192 of 1536 a rank" in run_plan("--model", "E=160,K=8,H=5120,I=1536", "--tp", "8", "--buckets", "1")
-    for wrong in ("E=128,K=8,H=2048", "E=128,K=8,H=2048,I=768,I=768", "E=128,K=8,H=2048,I=x", "e=128,K=8,H=2048,I=768"):
+    whole = "E=128,K=8,H=2048,I=768"
+    junk = (
+        f"{whole}x",
+        f"{whole},ep4",
+        f"junk,{whole}",
+        f"{whole},",
+        "E=128,,K=8,H=2048,I=768",
+        f"{whole}0000000000",
+        "E=\uff11\uff12\uff18,K=8,H=2048,I=768",
+    )
+    for wrong in ("E=128,K=8,H=2048", f"{whole},I=768", "E=128,E=8,H=2048,I=768", "E=128,K=8,H=2048,I=x", "e=128,K=8,H=2048,I=768", *junk):
         code, _, error = command("plan", "--model", wrong)
         assert code == 2
         assert "E=160,K=8,H=5120,I=1536" in error

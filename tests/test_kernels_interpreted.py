@@ -1,14 +1,17 @@
 """The Triton kernels through Triton's CPU interpreter against their twins: integers and bf16 copies exactly, `combine` within one bf16 step.
 
-FP8 is left to the GPU tests: the interpreter casts to e4m3 differently.
+Payloads in FP8 are left to the GPU tests: the interpreter casts to e4m3 differently.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,7 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphmoe import MoESpec, bounds, reference
+from graphmoe.formats import ScaleFormat
 from graphmoe.layout import RowLayout
+from graphmoe.samples import random_weights
 from tests import strategies
 from tests.checks import bits
 
@@ -31,6 +36,7 @@ from graphmoe.kernels import count as count_function
 from graphmoe.kernels import route as route_function
 from graphmoe.kernels import route_tiles as route_tiles_function
 
+_GUARD = 4096
 # An interpreted program costs milliseconds.
 few = settings(max_examples=max(5, settings().max_examples // 6))
 
@@ -39,14 +45,36 @@ def layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
     return [RowLayout.masked(spec, tokens, 64), *(RowLayout.contiguous(kind, spec, tokens, 64) for kind in ("compact", "psum"))]
 
 
+@contextmanager
+def guarded() -> Iterator[Callable[..., Tensor]]:
+    """Makes poisoned int32 buffers with memory behind them that nothing may have written when the block ends."""
+    guards = []
+
+    def buffer(*shape: int) -> Tensor:
+        size = math.prod(shape)
+        memory = torch.full((size + _GUARD,), 0x7FFFFFFF, dtype=torch.int32)
+        guards.append(memory[size:])
+        return memory[:size].view(shape)
+
+    yield buffer
+    assert all(bool((guard == 0x7FFFFFFF).all()) for guard in guards), "something was written behind a buffer"
+
+
+def followed_by_live_ids(ids: Tensor) -> Tensor:
+    """The same ids in memory where more ids, of expert 0, lie behind them: what is read there must not count."""
+    memory = torch.zeros(ids.numel() + _GUARD, dtype=ids.dtype)
+    memory[: ids.numel()] = ids.flatten()
+    return memory[: ids.numel()].view(ids.shape)
+
+
 def routed(ops: object, ids: Tensor, spec: MoESpec, layout: RowLayout, *, flag: int = 0, blocks: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`count` and `route` on poisoned buffers: row map, groups, flag, counts of each block of tokens."""
-    row_of = torch.full(ids.shape, 0x7FFFFFFF, dtype=torch.int32)
-    groups = torch.full((layout.group_entries,), 0x7FFFFFFF, dtype=torch.int32)
-    counts = torch.full((min(blocks, ids.shape[0]), spec.num_local_experts), 0x7FFFFFFF, dtype=torch.int32)
-    flags = torch.full((1,), flag, dtype=torch.int32)
-    ops.count(ids, distinct=spec.distinct_topk, block_counts=counts, flags=flags)  # type: ignore[attr-defined]
-    ops.route(ids, layout, distinct=spec.distinct_topk, block_counts=counts, row_of=row_of, groups=groups)  # type: ignore[attr-defined]
+    """`count` and `route` on poisoned buffers with guards behind them: row map, groups, flag, counts of each block of tokens."""
+    with guarded() as buffer:
+        row_of, groups = buffer(*ids.shape), buffer(layout.group_entries)
+        counts, flags = buffer(min(blocks, ids.shape[0]), spec.num_local_experts), buffer(1).fill_(flag)
+        ids = followed_by_live_ids(ids)
+        ops.count(ids, distinct=spec.distinct_topk, block_counts=counts, flags=flags)  # type: ignore[attr-defined]
+        ops.route(ids, layout, distinct=spec.distinct_topk, block_counts=counts, row_of=row_of, groups=groups)  # type: ignore[attr-defined]
     return row_of, groups, flags, counts
 
 
@@ -76,6 +104,8 @@ def test_route_over_several_chunks_with_every_kind_of_id(block: int, distinct: b
     """Ranks, counts and the flag carry over chunks; ids of E and beyond, negative ones and duplicates in the first and in the last chunk."""
     for function in (count_function, route_function):
         monkeypatch.setattr(sys.modules[function.__module__], "_BLOCK", block)
+    for name, value in (("_COUNTED", 32), ("_FILLED", 16)):  # two blocks' counts, and 16 rows of groups, at a time
+        monkeypatch.setattr(sys.modules[route_function.__module__], name, value)
     spec = MoESpec(5, 4, 128, 128, distinct_topk=distinct)
     clean = torch.stack([torch.roll(torch.arange(5), t)[:4] for t in range(17)]).int()
     clean[2] = torch.tensor([5, 0, -1, 6])
@@ -85,7 +115,7 @@ def test_route_over_several_chunks_with_every_kind_of_id(block: int, distinct: b
         for token in broken:
             ids[token, 3] = ids[token, 1]
         for layout in layouts(spec, 17):
-            mine, twin = routed(kernels, ids, spec, layout), routed(reference, ids, spec, layout)
+            mine, twin = routed(kernels, ids, spec, layout, blocks=7), routed(reference, ids, spec, layout, blocks=7)
             for got, want in zip(mine, twin, strict=True):
                 assert torch.equal(got, want), f"{layout} broken={broken}"
             assert int(mine[2]) == (1 if distinct and broken else 0)
@@ -93,13 +123,23 @@ def test_route_over_several_chunks_with_every_kind_of_id(block: int, distinct: b
                 assert int((mine[0] == -2).sum()) == 2 * len(broken)
 
 
+def test_route_where_experts_fill_the_bins() -> None:
+    """E = 16, a power of two: no bin is left for a sentinel."""
+    spec = MoESpec(16, 3, 128, 128)
+    ids = torch.stack([torch.tensor([15, t % 15, 16 if t % 2 else -1]) for t in range(9)]).int()
+    for layout in layouts(spec, 9):
+        for got, want in zip(routed(kernels, ids, spec, layout), routed(reference, ids, spec, layout), strict=True):
+            assert torch.equal(got, want), layout
+
+
 @pytest.mark.parametrize("ops", [kernels, reference], ids=["kernels", "reference"])
 @pytest.mark.parametrize("distinct", [True, False])
-def test_route_never_lowers_the_flag(ops: object, distinct: bool) -> None:
+def test_no_route_lowers_the_flag(ops: object, distinct: bool) -> None:
     spec = MoESpec(5, 2, 128, 128, distinct_topk=distinct)
     for ids in (torch.tensor([[0, 1], [4, 2]]), torch.tensor([[-1, 5]]), torch.tensor([[3, 3]])):
         for layout in layouts(spec, len(ids)):
             assert int(routed(ops, ids.int(), spec, layout, flag=1)[2]) == 1, layout
+        assert int(tiled(ops, ids.int(), torch.zeros(len(ids), 128).bfloat16(), spec, 16, flag=1)[3]) == 1
 
 
 @few
@@ -289,19 +329,16 @@ def test_act_is_within_one_bf16_step_of_its_twin() -> None:
     assert bool(((mine - twin).abs() <= twin.abs() * 2.0**-7 + 1e-30).all())
 
 
-def tiled(ops: object, ids: Tensor, x: Tensor, spec: MoESpec, tile: int) -> tuple[Tensor, ...]:
-    """`route_tiles` on poisoned buffers: row_of, tiles, members, flags."""
-
-    def poisoned(*shape: int) -> Tensor:
-        return torch.full(shape, 0x7FFFFFFF, dtype=torch.int32)
-
+def tiled(ops: object, ids: Tensor, x: Tensor, spec: MoESpec, tile: int, *, flag: int = 0) -> tuple[Tensor, ...]:
+    """`route_tiles` on poisoned buffers with guards behind them: row_of, tiles, members, flags."""
     tokens = ids.shape[0]
     most = bounds.compact_blocks(tokens, spec.top_k, spec.num_local_experts, tile, distinct=spec.distinct_topk)
-    row_of, tiles, members, flags = poisoned(tokens, spec.top_k), poisoned(most, 3), poisoned(most, tile), torch.zeros(1, dtype=torch.int32)
-    ops.route_tiles(  # type: ignore[attr-defined]
-        ids, x, experts=spec.num_local_experts, distinct=spec.distinct_topk, row_of=row_of, tiles=tiles, members=members,
-        x_rows=None, x_scales=None, scale_format=None, flags=flags,
-    )  # fmt: skip
+    with guarded() as buffer:
+        row_of, tiles, members, flags = buffer(tokens, spec.top_k), buffer(most, 3), buffer(most, tile), buffer(1).fill_(flag)
+        ops.route_tiles(  # type: ignore[attr-defined]
+            followed_by_live_ids(ids), x, experts=spec.num_local_experts, distinct=spec.distinct_topk, row_of=row_of, tiles=tiles, members=members,
+            x_rows=None, x_scales=None, scale_format=None, flags=flags,
+        )  # fmt: skip
     tiles[tiles[:, 2] == 0] = 0
     return row_of, tiles, members, flags
 
@@ -327,12 +364,13 @@ def test_route_tiles_equals_its_twin_exactly(routing: strategies.Routing, broken
     assert sorted(live) == list(range(len(live)))
 
 
+@pytest.mark.parametrize("broken", [0, 36])
 @pytest.mark.parametrize("block", [16, 1024])
-def test_route_tiles_over_several_chunks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_tiles_over_several_chunks(block: int, broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[route_tiles_function.__module__], "_BLOCK", block)
     spec = MoESpec(5, 4, 128, 128)
     ids = torch.stack([torch.roll(torch.arange(5), t)[:4] for t in range(37)]).int()
-    ids[2], ids[9], ids[36, 3] = torch.tensor([5, 0, -1, 6]), torch.tensor([-5, 2**31 - 1, 4, 5]), ids[36, 1]
+    ids[2], ids[9], ids[broken, 3] = torch.tensor([5, 0, -1, 6]), torch.tensor([-5, 2**31 - 1, 4, 5]), ids[broken, 1]
     x = torch.zeros(37, 128, dtype=torch.bfloat16)
     for got, want in zip(tiled(kernels, ids, x, spec, 16), tiled(reference, ids, x, spec, 16), strict=True):
         assert torch.equal(got, want)
@@ -373,27 +411,50 @@ def test_gathered_gemms_are_near_their_twins(width: int, block_rows: int) -> Non
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-@pytest.mark.parametrize("width", [128, 192, 704])  # one step, a ragged one, more than are unrolled
-def test_gemvs_are_near_their_twins(width: int, slots: int) -> None:
-    spec, tokens = MoESpec(4, 3, 192, width), 3
-    w13, w2 = small_experts(spec)
-    x = torch.randn(tokens, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
-    ids = torch.tensor([[0, -1, 3], [4, -1, 2**31 - 1], [2, 2, 1]], dtype=torch.int32)
-    router = torch.tensor([[0.5, torch.nan, 0.25], [torch.nan] * 3, [1.0, 1.0, 1.0]])
+@pytest.mark.parametrize(("fmt", "width"), [("bf16", 128), ("bf16", 192), ("bf16", 704), ("fp8_block", 256), ("ue8m0", 640)])
+def test_gemvs_are_near_their_twins(fmt: str, width: int, slots: int) -> None:
+    """One step of columns, a ragged one, more than are unrolled; NaN router weights on sentinels; an id beyond E named twice breaks no promise."""
+    h = 192 if fmt == "bf16" else 256
+    spec, tokens = MoESpec(4, 3, h, width), 4
+    w = random_weights(spec, fmt, seed=5)
+    x = torch.randn(tokens, h, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids = torch.tensor([[0, -1, 3], [4, -1, 2**31 - 1], [4, 4, 0], [2, 2, 1]], dtype=torch.int32)
+    router = torch.tensor([[0.5, torch.nan, 0.25], [torch.nan] * 3, [torch.nan, torch.nan, 1.0], [1.0, 0.5, 0.25]])
+    for distinct in (True, False):
+        results = []
+        for ops in (kernels, reference):
+            act, out = torch.full((tokens * 3, width), torch.nan).bfloat16(), torch.full((tokens, h), 9.0).bfloat16()
+            flags = torch.zeros(1).int()
+            ops.gemv_up(x, ids, w.w13, w.w13_scale_inv, block_rows=64, step=128, stages=1, warps=4, act=act)
+            down = {"scale": 1.5, "distinct": distinct, "block_rows": 32, "step": 128, "slots": slots, "warps": 4, "flags": flags}
+            ops.gemv_down(act, ids, router, w.w2, w.w2_scale_inv, out=out, **down)
+            results.append((act, out, flags))
+        (act, out, flags), (act_twin, out_twin, flags_twin) = results
+        assert torch.equal(act.isnan(), act_twin.isnan())
+        assert near(act.nan_to_num(0.0), act_twin.nan_to_num(0.0), 1.0)
+        assert near(out[:3], out_twin[:3], 1.0)
+        assert bool((out[1] == 0).all())
+        assert bool(out[3].isnan().all() and out_twin[3].isnan().all()) == distinct
+        assert distinct or near(out[3:], out_twin[3:], 4.0)
+        assert int(flags) == int(flags_twin) == int(distinct)
+        kernels.gemv_down(act, ids[:2], router[:2], w.w2, w.w2_scale_inv, out=out[:2], **down | {"flags": flags.fill_(1)})
+        assert int(flags) == 1, "a good call does not lower the flag"
+
+
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+def test_scales_of_scatter_equal_their_twins_exactly(scale_format: ScaleFormat) -> None:
+    """Groups whose largest values are zero, subnormal, at and next to borders of the scale, huge, infinite and NaN. (Payloads differ from the
+    compiled ones: the interpreter rounds to e4m3 otherwise.)
+    """
+    amax = [0.0, 1e-40, 2.0**-126, 448 * 2.0**-126, 448.0, 450.0, 1.75, 1.7578125, 2.0**127, 3.38e38, torch.inf, torch.nan, 1.0, 0.3, 3.5]
+    x = torch.zeros(3, 640).bfloat16()
+    x.view(15, 128)[:, 5] = torch.tensor(amax).bfloat16()
+    x.view(15, 128)[4:10, 77] = -0.25
+    row_of = torch.tensor([[2, -1], [0, 3], [1, -1]], dtype=torch.int32)
     results = []
     for ops in (kernels, reference):
-        act, out, flags = torch.full((tokens * 3, width), torch.nan).bfloat16(), torch.full((tokens, 192), 9.0).bfloat16(), torch.zeros(1).int()
-        ops.gemv_up(x, ids, w13, None, block_rows=4, step=128, stages=1, warps=4, act=act)
-        ops.gemv_down(act, ids, router, w2, None, scale=1.5, distinct=True, block_rows=8, step=128, slots=slots, warps=4, out=out, flags=flags)
-        results.append((act, out, flags))
-    (act, out, flags), (act_twin, out_twin, flags_twin) = results
-    assert torch.equal(act.isnan(), act_twin.isnan())
-    assert near(act.nan_to_num(0.0), act_twin.nan_to_num(0.0), 1.0)
-    assert near(out[:2], out_twin[:2], 1.0)
-    assert bool((out[1] == 0).all())
-    assert bool(out[2].isnan().all() and out_twin[2].isnan().all())
-    assert int(flags) == int(flags_twin) == 1
-    kernels.gemv_down(
-        act, ids[:2], router[:2], w2, None, scale=1.0, distinct=True, block_rows=8, step=128, slots=slots, warps=4, out=out[:2], flags=flags
-    )
-    assert int(flags) == 1, "a good call does not lower the flag"
+        packed = scale_format is ScaleFormat.UE8M0_PACKED
+        scales = torch.full((1, 2 if packed else 5, 4), 7, dtype=torch.int32) if packed else torch.full((1, 5, 4), 7.0)
+        ops.scatter(x, row_of, rows=torch.zeros(1, 4, 640).to(torch.float8_e4m3fn), scales=scales, scale_format=scale_format)
+        results.append(scales if packed else torch.where(scales.isnan(), torch.nan, scales).view(torch.int32))
+    assert torch.equal(*results)

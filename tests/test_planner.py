@@ -920,6 +920,7 @@ def test_more_programs_than_a_grid_has_are_refused_and_no_remedy() -> None:
     with pytest.raises(UnsupportedShape, match=r"bucket 8192 needs 65536 programs in path 'direct', a grid has 65535"):
         plan(spec, [8192], recipes="direct")
     assert plan(spec, [8191], recipes="direct").buckets[0].rows == 8 * 8191
+    assert plan(MoESpec(64, 1, 256, 256), [65535], recipes="direct").buckets[0].rows == 65535
     with pytest.raises(UnsupportedShape, match="path 'gathered'"):
         plan(spec, [131072], recipes="gathered")
     with pytest.raises(ArenaTooLarge) as refused:

@@ -521,6 +521,8 @@ def test_every_shipped_profile_is_read_and_found() -> None:
         shipped = Profile.load(file)
         assert file.parent == profiles_root() / device_slug(shipped.device)
         assert find_profile(shipped.shape, shipped.fmt, shipped.device) == shipped, f"{file}: another file of this shape and format comes first"
+        for entry in shipped.buckets:
+            assert shipped.void(entry.tokens) is None, f"{file}: measure it again, or leave the path's files as they were measured"
 
 
 # --- what a plan does with it

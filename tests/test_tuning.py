@@ -197,6 +197,18 @@ def test_the_second_measurement_decides() -> None:
     assert record.recipe == Recipe("masked", row_tile=128)
 
 
+@pytest.mark.parametrize(("masked", "winner"), [(12.0, "psum"), (11.95, "psum"), (11.9, "masked")])
+def test_of_what_is_equally_fast_the_smaller_arena_wins(masked: float, winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within half a percent."""
+    bench = FakeBench(lambda recipe: {"masked": (masked, 2 * masked), "psum": (12.0, 24.0)}.get(recipe.path, (30.0, 60.0)))
+    run = bench.run
+    monkeypatch.setattr(
+        bench, "run", lambda recipe, *args, **named: replace(run(recipe, *args, **named), arena_bytes=9 if recipe.path == "masked" else 1)
+    )
+    record, _ = tune(bench, 64)  # type: ignore[arg-type]
+    assert record.recipe.path == winner
+
+
 def test_a_record_holds_the_routing_that_is_farther_from_its_floor() -> None:
     for times, replay, spread, floor in (((15.0, 24.0), 15.0, 0.5, 10.0), ((12.0, 30.0), 30.0, 0.7, 20.0)):
         record, _ = tune(FakeBench(lambda _, times=times: times), 512)  # type: ignore[arg-type,misc]

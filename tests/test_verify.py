@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from graphmoe import BucketLadder, MoESpec, bounds, reference
 from graphmoe.cli import app
-from graphmoe.errors import VerifyFailed
+from graphmoe.errors import InvalidInput, VerifyFailed
 from graphmoe.paths import PATHS
 from graphmoe.samples import ROUTINGS
 from graphmoe.verify import Case, Verifier, soak, verify
@@ -164,3 +164,19 @@ def test_the_command_says_what_it_ran_and_reproduces_a_case() -> None:
     )
     assert again.exit_code == 0, again.output
     assert "T=2 routing=zipf seed=1 layer=0 poison=-1: right" in again.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--examples", "0"), "--examples 0"),
+        (("--examples", "-5"), "--examples -5"),
+        (("--soak", "-1"), "--soak -1"),
+        (("--tp", "8"), "--tp 8 --ep 1 need --model"),
+        (("--reproduce", "T=2 routing=zipf seed=1 layer=0 poison=-1"), "--reproduce needs --path"),
+    ],
+)
+def test_the_command_refuses_what_would_verify_nothing_or_something_else(options: tuple[str, ...], said: str) -> None:
+    refused = CliRunner().invoke(app, ["verify", "--device", "cpu", *options])
+    assert isinstance(refused.exception, InvalidInput)
+    assert said in str(refused.exception)

@@ -7,8 +7,8 @@
 - *torch*: **only** torch's two BF16 grouped products over rows that are sorted already.
 - vLLM and FlashInfer are timed by their own benchmarks; neither is importable where this ran, so they are not among these columns.
 
-Each is captured over the same layers (L2-cold), the median of the same timer, and printed as time over the same floor. A whole layer is compared with
-the exact layer first: `off` is its worst row.
+Each is captured over the same layers (L2-cold), the median of the same timer, and printed as time over the same floor. `off` is a whole layer's worst
+row of 16 against a layer that rounds nothing but the weights.
 """
 
 from __future__ import annotations
@@ -156,6 +156,12 @@ def ratio(runs: Runs, floor_us: float) -> float:
     return graph_timing(runs).median_us / floor_us
 
 
+def off(y: Any, batch: Batch, weights: ExpertWeights) -> float:
+    """The worst of some rows against the exact layer."""
+    some = slice(0, 16)
+    return float(row_errors(y[some], moe_layer(batch.x[some], batch.topk_ids[some], batch.topk_weights[some], weights, rounding=None)).max())
+
+
 def measure(model: str, tp: int, ep: int, buckets: str) -> tuple[str, list[dict[str, Any]]]:
     """A title, and a row of ratios a bucket. A whole layer of a peer has its worst row beside it."""
     device = torch.device("cuda", 0)
@@ -165,6 +171,7 @@ def measure(model: str, tp: int, ep: int, buckets: str) -> tuple[str, list[dict[
     made = plan(spec, BucketLadder.of(buckets), profile=find_profile(spec, "fp8_block", torch.cuda.get_device_name(device)))
     e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
     plain = [[torch.randn(e, n, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5) for n, k in ((2 * i, h), (h, i))] for _ in range(_PLAIN_LAYERS)]
+    exact = [ExpertWeights(spec, "bf16", *pair) for pair in plain]
     said: set[str] = set()
     mega, theirs = None, None
     with told(said, "mega"):
@@ -175,7 +182,12 @@ def measure(model: str, tp: int, ep: int, buckets: str) -> tuple[str, list[dict[
     for bucket in made.buckets:
         batch = bench.batches(bucket.tokens)[0]
         trial = bench.run(bucket.recipe, [batch])
-        row: dict[str, Any] = {"T": bucket.tokens, "floor us": round(batch.floor_us, 1), "graphmoe": trial.worst_ratio, "path": bucket.recipe.path}
+        row: dict[str, Any] = {
+            "T": bucket.tokens,
+            "floor us": round(batch.floor_us, 1),
+            "graphmoe": None if trial.refused else trial.worst_ratio,
+            "path": bucket.recipe.path,
+        }
         for name, (kind, align) in _LAYOUTS.items():
             with told(said, name):
                 row[name] = ratio([deep_gemm_pair(kind, align, spec, batch, weights, gemm) for weights in bench.layers[:6]], batch.floor_us)
@@ -185,16 +197,13 @@ def measure(model: str, tp: int, ep: int, buckets: str) -> tuple[str, list[dict[
                 runs = mega.runs(batch, y)
                 row["mega"] = ratio(runs, batch.floor_us)
                 runs[0]()
-                some = slice(0, 16)
-                exact = moe_layer(batch.x[some], batch.topk_ids[some], batch.topk_weights[some], bench.layers[0])
-                row["mega off"] = float(row_errors(y[some], exact).max())
+                row["mega off"] = off(y, batch, bench.layers[0])
         with told(said, "torch"):
             row["torch"] = ratio([torch_pair(spec, batch, *weights) for weights in plain], batch.floor_us)
         if theirs is not None:
             calls: Runs = [partial(layer, batch.x, batch.topk_ids, batch.topk_weights.to(batch.x.dtype)) for layer in theirs]
             with torch.no_grad(), told(said, "transformers"):
-                for call in calls:
-                    call()
+                row["transformers off"] = max(off(call(), batch, weights) for call, weights in zip(calls, exact, strict=True))
                 try:
                     row["transformers"] = graph_timing(calls).median_us / batch.floor_us
                 except Exception:
@@ -214,9 +223,9 @@ def main() -> None:
     options = parser.parse_args()
     try:
         measured_gpu()
+        title, rows = measure(options.model, options.tp, options.ep, options.buckets)
     except GraphMoEError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    title, rows = measure(options.model, options.tp, options.ep, options.buckets)
     console = make_console()
     console.print(title)
     for row in rows:

@@ -36,8 +36,9 @@ def model_spec(model: str) -> MoESpec:
     """
     if "=" not in model:
         return named_spec(model)
-    sizes = dict(re.findall(r"(?:^|,)([EKHI])=(\d+)(?=,|$)", model))
-    if len(sizes) != 4 or model.count("=") != 4:
+    whole = re.fullmatch(r"[EKHI]=[0-9]{1,9}(,[EKHI]=[0-9]{1,9}){3}", model)
+    sizes = dict(part.split("=") for part in model.split(",")) if whole else {}
+    if len(sizes) != 4:
         raise SpecError(f"a layer's sizes are given as E=160,K=8,H=5120,I=1536 (experts, experts a token, hidden, intermediate), not {model!r}")
     experts, top_k, hidden, intermediate = (int(sizes[name]) for name in "EKHI")
     return MoESpec(experts, top_k, hidden, intermediate)

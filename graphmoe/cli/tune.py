@@ -14,11 +14,11 @@ import typer
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, format_name, sharded
+from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, format_name, model_spec, sharded
 from graphmoe.errors import PlanError
 from graphmoe.profile import BucketRecord, Profile, device_slug, kernels_version, profiles_root, shape_of
 from graphmoe.provenance import provenance
-from graphmoe.spec import MoESpec
+from graphmoe.spec import MoESpec, model_names, named_spec
 from graphmoe.trial import Bench, Trial
 from graphmoe.tuning import compile_ahead
 from graphmoe.tuning import tune as tune_bucket
@@ -93,12 +93,21 @@ def _earlier(file: Path, spec: MoESpec, fmt: str, device: str, facts: Mapping[st
 
 def _slug(model: str, tp: int, ep: int, fmt: str) -> str:
     parts = [
-        model.replace("=", "").replace(",", "-"),
+        _name_of(model),
         *([f"tp{tp}"] if tp > 1 else []),
         *([f"ep{ep}"] if ep > 1 else []),
         *([] if fmt == "fp8_block" else [fmt]),
     ]
     return "-".join(parts)
+
+
+def _name_of(model: str) -> str:
+    """A model's name, also of one that was given by its sizes, so that a shape has one file; else its sizes."""
+    if "=" not in model:
+        return model
+    spec = model_spec(model)
+    same = [name for name in model_names() if shape_of(named_spec(name)) == shape_of(spec)]
+    return same[0] if same else f"E{spec.num_experts}-K{spec.top_k}-H{spec.hidden_size}-I{spec.intermediate_size}"
 
 
 def _line(record: BucketRecord, trials: list[Trial]) -> str:

@@ -121,7 +121,8 @@ def too_many_slots(spec: MoESpec, arch: str, most: int = _MOST_SLOTS) -> str | N
     """Why the kernels do not take this many experts a token, or None: they compare a token's slots with each other."""
     if arch == "cpu" or spec.top_k <= most:
         return None
-    return f"K={spec.top_k} experts a token are more than its kernels take, {most}"
+    way_out = "use gathered or psum" if most < _MOST_SLOTS else "no path takes more on a GPU"
+    return f"K={spec.top_k} experts a token are more than its kernels take, {most}; {way_out}"
 
 
 def choose(recipe: Recipe, **allowed: tuple[int, ...]) -> dict[str, int]:
