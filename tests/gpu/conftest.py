@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.gpu.cases import CASES, SMALL_CASES, Case
 
 ROOT = Path(__file__).parents[2]
 _IN_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_LINES = "GRAPHMOE_GPU_TEST_LINES"
+"""Names the file of lines, also to worker processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,22 +51,41 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
         cases = [case for case in (*CASES, *SMALL_CASES) if case.fmt != "ue8m0"]
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             failures = [failure for failure in pool.map(warm, cases) if failure]
-        _say(f"compiled {len(cases)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
+        Table().append(f"compiled {len(cases)} cases by parallel processes in {time.perf_counter() - started:.0f} s")
         assert not failures, "\n".join(failures[:2])
         (shared / "compiled").touch()
 
 
+class Table:
+    """Lines that are printed when all tests of all processes are done."""
+
+    def append(self, line: str) -> None:
+        with Path(os.environ[_LINES]).open("a") as file:
+            file.write(line + "\n")
+
+
 @pytest.fixture(scope="session")
-def table() -> Iterator[list[str]]:
-    """Lines that are printed when all tests are done."""
-    lines: list[str] = []
-    yield lines
-    _say("\n".join(lines))
+def table() -> Table:
+    return Table()
 
 
-def _say(text: str) -> None:
-    """Past the capture of output; a worker of several has only its stderr for it."""
-    print(f"\n{text}", file=sys.__stderr__ if _IN_A_WORKER else None, flush=True)
+def pytest_configure() -> None:
+    """One file for the lines of this process and of those that it starts."""
+    if not _IN_A_WORKER:
+        descriptor, os.environ[_LINES] = tempfile.mkstemp(suffix=".txt")
+        os.close(descriptor)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _IN_A_WORKER:
+        return
+    file = Path(os.environ[_LINES])
+    lines = sorted(file.read_text().splitlines())
+    file.unlink()
+    if lines:
+        terminalreporter.section("what the GPU tests measured")
+        for line in lines:
+            terminalreporter.line(line)
 
 
 def _path() -> str:

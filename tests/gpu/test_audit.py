@@ -13,10 +13,11 @@ from graphmoe import MoERuntime, kernels
 from graphmoe.audit import Kind, Region, judge, read_graph
 from graphmoe.samples import random_weights
 from tests.gpu.cases import CASES, SMALL, Case, weights_of
+from tests.gpu.conftest import Table
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_address_of_every_graph_is_proven(case: Case, compiled: None, table: list[str]) -> None:
+def test_every_address_of_every_graph_is_proven(case: Case, compiled: None, table: Table) -> None:
     """Four layers that share weights, all buckets: kernels only, no address outside, and all that a step must touch is touched."""
     weights = weights_of(case.shape, case.fmt)
     with MoERuntime(case.spec, layers=[weights] * 4, buckets=case.buckets, path=case.recipe, progress=False) as rt:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from graphmoe import MoERuntime, Recipe
 from graphmoe.formats import FORMATS
+from graphmoe.measure import call_timing, graph_timing
 from graphmoe.reference import moe_layer, row_errors
 from tests.checks import (
     GROUPED,
@@ -23,6 +26,7 @@ from tests.checks import (
     routings,
 )
 from tests.gpu.cases import CASES, SHAPES, Case, weights_of
+from tests.gpu.conftest import Table
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def oracles() -> dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_bucket_equals_the_oracle(case: Case, compiled: None, oracles: dict, table: list[str]) -> None:
+def test_every_bucket_equals_the_oracle(case: Case, compiled: None, oracles: dict, table: Table) -> None:
     spec, weights, buckets = case.spec, weights_of(case.shape, case.fmt), case.buckets
     runtime = MoERuntime(spec, weights, buckets=buckets, path=case.recipe, progress=False)
     worst = dict.fromkeys(buckets, 0.0)
@@ -55,9 +59,14 @@ def test_every_bucket_equals_the_oracle(case: Case, compiled: None, oracles: dic
     assert report.capture_allocations == 0
     assert not report.promise_broken
     rows = " ".join(f"{bucket.tokens}:{bucket.rows}" for bucket in report.buckets)
+    times = []
+    for t in buckets:  # of one layer whose weights may be in the cache: for the table, `graphmoe bench` measures
+        x, ids, router, _ = oracles[case.shape, case.fmt, t, "balanced", rounding_of(case.recipe)]
+        graph = graph_timing([partial(runtime.replay, t)], repeats=5).median_us
+        times.append(f"{t}:{graph:.0f}/{call_timing(partial(runtime, x, ids, router), device=x.device, repeats=3, calls=5).median_us:.0f}")
     table.append(
         f"{case.name:<48} {launches} kernels, worst row {max(worst.values()):.4f}, row bounds {rows}, arena {report.arena_bytes / 2**20:.1f} MiB, "
-        f"0 allocations in capture, built in {report.build_seconds:.1f} s"
+        f"0 allocations in capture, built in {report.build_seconds:.1f} s, graph/call us {' '.join(times)}"
     )
     runtime.close()
 
@@ -90,7 +99,7 @@ def test_padding_and_company_change_no_bit(case: Case, compiled: None) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("fmt", list(FORMATS))
-def test_paths_agree_bit_for_bit(shape: str, fmt: str, compiled: None, table: list[str]) -> None:
+def test_paths_agree_bit_for_bit(shape: str, fmt: str, compiled: None, table: Table) -> None:
     """Every layout gives a row to the same GEMM arithmetic: one output, whatever the path."""
     spec, weights, sizes = SHAPES[shape], weights_of(shape, fmt), (1, 16, 128)
     first: dict[tuple[int, str], Tensor] = {}
@@ -106,7 +115,7 @@ def test_paths_agree_bit_for_bit(shape: str, fmt: str, compiled: None, table: li
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_layer_and_its_requantised_twin_differ_by_rounding_alone(shape: str, compiled: None, table: list[str]) -> None:
+def test_a_layer_and_its_requantised_twin_differ_by_rounding_alone(shape: str, compiled: None, table: Table) -> None:
     """Requantised weights move a row by about one more e4m3 rounding of w13 and w2; each form equals its own oracle (see the cases above)."""
     spec, t = SHAPES[shape], 64
     plain = random_weights(spec, "fp8_block", seed=11, device="cuda")
@@ -162,7 +171,7 @@ def test_hundred_replays_give_the_same_bits_whatever_ran_between(shape: str, rec
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_accuracy_of_every_path_against_an_unquantised_oracle(shape: str, compiled: None, table: list[str]) -> None:
+def test_accuracy_of_every_path_against_an_unquantised_oracle(shape: str, compiled: None, table: Table) -> None:
     """Nothing in the oracle is rounded but the weights: no path buys its speed with error."""
     spec, weights, t = SHAPES[shape], weights_of(shape, "fp8_block"), 8
     x, router = random_inputs(spec, t, seed=5, device="cuda")

@@ -8,6 +8,7 @@ import torch
 from graphmoe import MoERuntime
 from graphmoe.profile import Profile, profiles_root
 from tests.checks import POISONS, assert_rows, oracle, poison, random_inputs, random_weights, routings
+from tests.gpu.conftest import Table
 
 FILES = sorted(profiles_root().rglob("*.json"))
 _ROWS = 24
@@ -15,7 +16,7 @@ _ROWS = 24
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_every_recipe_of_a_profile_is_right(file: object, table: list[str]) -> None:
+def test_every_recipe_of_a_profile_is_right(file: object, table: Table) -> None:
     profile = Profile.load(str(file))
     if profile.device != torch.cuda.get_device_name():
         pytest.skip(f"measured on {profile.device}")

@@ -18,6 +18,7 @@ from graphmoe import ExpertWeights, MoERuntime, Recipe
 from graphmoe.errors import BatchTooLarge, BrokenPromise, CaptureError, InvalidInput, RuntimeClosed, WeightsMismatch
 from tests.checks import RECIPES, assert_rows, bits, oracle, poison, random_inputs, random_weights, routings
 from tests.gpu.cases import SMALL as SPEC
+from tests.gpu.conftest import Table
 
 alone = pytest.mark.alone
 """Compares free device memory, which other test processes would change."""
@@ -35,7 +36,7 @@ def runtime(weights: ExpertWeights) -> Iterator[MoERuntime]:
 
 
 @alone
-def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: list[str]) -> None:
+def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: Table) -> None:
     free = []
     for build in range(22):
         made = MoERuntime(SPEC, weights, buckets=[1, 2, 4, 8, 16, 32], path=RECIPES[build % len(RECIPES)], progress=False)
@@ -52,7 +53,7 @@ def test_twenty_builds_and_closes_leak_nothing(weights: ExpertWeights, table: li
     assert set(free[len(RECIPES) :]) == {free[len(RECIPES)]}, free
 
 
-def test_capture_leaves_the_graph_pool_empty(compiled: None, table: list[str]) -> None:
+def test_capture_leaves_the_graph_pool_empty(compiled: None, table: Table) -> None:
     """`memory_snapshot(mempool_id=pool)` of a built runtime; in a process of its own, because torch 2.11 may crash some time after that call."""
     script = """if True:
         import torch
