@@ -19,6 +19,7 @@ from graphmoe.build import Bucket, Built, StaticInputs, build
 from graphmoe.call import check_call, refuse_lent_memory, refuse_shifted_overlap
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
+from graphmoe.op import recorded, register
 from graphmoe.planner import Plan, plan
 from graphmoe.profile import Profile, profile_for
 from graphmoe.recipe import Recipe
@@ -39,6 +40,7 @@ class _Core:
     """What a runtime and its layers share, so that neither keeps the other alive: the lock, the order of uses, calls."""
 
     def __init__(self, spec: MoESpec, built: Built) -> None:
+        self.number = register(self)
         self.spec = spec
         self.plan = built.plan
         self.device = built.device
@@ -230,6 +232,8 @@ class MoELayer:
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See `MoERuntime.__call__`."""
+        if torch.compiler.is_compiling():
+            return recorded(x, topk_ids, topk_weights, out, self._core.number, self._index)
         return self._core.call(self._index, x, topk_ids, topk_weights, out)
 
     def __repr__(self) -> str:
@@ -322,13 +326,16 @@ class MoERuntime:
         Returns:
             bf16 `[t, H]`: `out`, or else a view that the next call of any layer or bucket overwrites. A token whose ids break `distinct_topk` is
             NaN, and this or a later call warns BrokenPromise (calls that a graph of yours recorded never do: `report` shows it). On a tensor- or
-            expert-parallel rank this is the rank's part of the sum: add up the ranks' outputs.
+            expert-parallel rank this is the rank's part of the sum: add up the ranks' outputs. Under `torch.compile` the call is one op and the
+            result a tensor of its own.
 
         Raises:
             InvalidInput, BatchTooLarge, RuntimeClosed; the runtime stays usable (unless it was closed).
         """
         if len(self.layers) > 1:
             raise CallError(f"this runtime has {len(self.layers)} layers: call rt.layers[i](...)")
+        if torch.compiler.is_compiling():
+            return recorded(x, topk_ids, topk_weights, out, self._core.number, 0)
         return self._core.call(0, x, topk_ids, topk_weights, out)
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec", "bounds", "buckets", "recipe"),
     ("fallback",),
     ("layout", "formats"),
-    ("ops", "flag", "report", "device"),
+    ("ops", "op", "flag", "report", "device"),
     ("kernels", "reference"),
     ("gemm", "paths", "dispatch"),
     ("checkpoint", "sharding", "profile"),
