@@ -23,7 +23,7 @@ def test_a_compiled_loop_has_the_eager_bits(mode: str, path: str, compiled: None
             return x
 
         optimised = torch.compile(loop, mode=mode, fullgraph=True)
-        for seed, name in enumerate(("balanced", "zipf", "balanced", "one expert", "balanced", "zipf")):
+        for seed, name in enumerate(("balanced", "zipf", "balanced", "one_expert", "balanced", "zipf")):
             x, weights = random_inputs(SMALL, 8, seed=seed, device="cuda")
             ids = routing(name, SMALL, 8, seed=seed, device="cuda")
             torch.compiler.cudagraph_mark_step_begin()
