@@ -31,7 +31,7 @@ SPEC = MoESpec(16, 4, 256, 256, routed_scaling_factor=1.5)
 """The layer of the self-check."""
 _ARCHS = {"sm90": "", "sm100": "; the plan and the weights for it are tested, its GEMMs have not been run"}
 _CALLS = 12
-_PIP = f"{Path(sys.executable).name} -m pip install"
+_PIP = f"{sys.executable} -m pip install"
 
 
 class State(StrEnum):

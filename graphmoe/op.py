@@ -1,14 +1,16 @@
 """One op for a layer's call: what `torch.compile` puts into its graph instead of looking inside.
 
-    graphmoe::layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) out, int runtime, int layer) -> ()
+    graphmoe::layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) out, SymInt runtime, SymInt layer) -> ()
 
-It writes `out` and returns nothing, so that a compiler may reuse memory around it. A runtime is named by a number, given when it is built.
+It writes `out` and returns nothing, so that a compiler may reuse memory around it. A runtime is named by a number, given when it is built and of this
+process alone: code that was saved by another finds nothing. Both numbers may be symbolic, so that one compiled function serves every layer.
 (`Library.define` and `impl` cost about 2 microseconds a call, `torch.library.custom_op` ten times that.)
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,8 +23,8 @@ from graphmoe.errors import RuntimeClosed
 Call = Callable[[int, Tensor, Tensor, Tensor, Tensor], Any]
 
 _LIBRARY = torch.library.Library("graphmoe", "DEF")
-_LIBRARY.define("layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) out, int runtime, int layer) -> ()")
-_numbers = itertools.count()
+_LIBRARY.define("layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) out, SymInt runtime, SymInt layer) -> ()")
+_numbers = itertools.count(secrets.randbits(60))
 _callables: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 

@@ -327,7 +327,8 @@ class MoERuntime:
             bf16 `[t, H]`: `out`, or else a view that the next call of any layer or bucket overwrites. A token whose ids break `distinct_topk` is
             NaN, and this or a later call warns BrokenPromise (calls that a graph of yours recorded never do: `report` shows it). On a tensor- or
             expert-parallel rank this is the rank's part of the sum: add up the ranks' outputs. Under `torch.compile` the call is one op and the
-            result a tensor of its own.
+            result a tensor of its own; code that torch runs eagerly after all (beyond its limit of recompilations) gets a view like any other caller.
+            No gradient flows through it.
 
         Raises:
             InvalidInput, BatchTooLarge, RuntimeClosed; the runtime stays usable (unless it was closed).
@@ -394,7 +395,7 @@ class MoERuntime:
         Raises:
             CaptureError: the driver does not give a graph back.
         """
-        with self._core.opened() as built:
+        with self._core.opened() as built, _on(self.device):
             return built.audit()
 
     def regions(self, layer: int, bucket: int) -> list[Region]:

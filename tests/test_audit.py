@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from graphmoe import ExpertWeights, MoERuntime, MoESpec
 from graphmoe.audit import Edge, GraphDump, KernelNode, Kind, Node, Region, judge, kernel_nodes, read_graph
+from graphmoe.audit import graph as graph_module
 from graphmoe.audit.signatures import SIGNATURES, Parameter, parse
 from graphmoe.cli import app
 from graphmoe.errors import CaptureError, InvalidInput
@@ -125,15 +126,41 @@ def test_a_mangled_name_is_shortened_to_the_function(name: str, short: str) -> N
 
 
 def test_the_language_of_declarations() -> None:
-    assert parse("<a >b =c @<d e f:8 g?:8") == (
-        Parameter("a", 8, address=True, reads=True),
-        Parameter("b", 8, address=True, writes=True),
-        Parameter("c", 8, address=True, reads=True, writes=True),
-        Parameter("d", 128, address=True, reads=True),
-        Parameter("e", 4),
-        Parameter("f", 8),
-        Parameter("g", 8, null=True),
+    assert parse("<a >b/x_rows/y =c @<d/w2 e f:8 g?:8") == (
+        Parameter("a", 8, address=True, reads=True, buffers=("a",)),
+        Parameter("b", 8, address=True, writes=True, buffers=("b", "x_rows", "y")),
+        Parameter("c", 8, address=True, reads=True, writes=True, buffers=("c",)),
+        Parameter("d", 128, address=True, reads=True, buffers=("d", "w2")),
+        Parameter("e", 4, buffers=("e",)),
+        Parameter("f", 8, buffers=("f",)),
+        Parameter("g", 8, null=True, buffers=("g",)),
     )
+
+
+def test_of_buffers_that_share_bytes_the_one_a_parameter_is_for_names_the_address() -> None:
+    """The arena places buffers that live at different times over each other; a tiny one at the same start names nothing else."""
+    regions = [Region("block_counts", 4096, 64), Region("gate_up", 4096, 1 << 16), Region("act_rows", 4096, 1 << 15), Region("row_of", 1 << 20, 64)]
+    addresses = {"gate_up": 4096, "rows": 4096, "scales": 4096, "row_of": 1 << 20}
+    audit = judge(GraphDump((Node("kernel", launched("_act_kernel", addresses)),), ()), regions)
+    assert [access.region for access in audit.accesses] == ["gate_up", "row_of", "act_rows", "block_counts"]
+
+
+def test_directions_are_what_the_kernels_do() -> None:
+    """Written: what a kernel of a step makes; everything else it is given is read."""
+    written = {name: {one.name for one in signature if one.writes} for name, signature in SIGNATURES.items()}
+    assert written == {
+        "_count_kernel": {"block_counts", "flags"}, "_route_kernel": {"row_of", "groups"}, "_scatter_kernel": {"rows", "scales"},
+        "_act_kernel": {"rows", "scales"}, "_combine_kernel": {"out"}, "_gather_up_kernel": {"act", "act_scales"}, "_gather_down_kernel": {"rows"},
+        "_route_tiles_kernel": {"row_of", "members", "tiles", "x_rows", "x_scales", "flags"}, "_gemv_up_kernel": {"act"},
+        "_gemv_down_kernel": {"out", "flags"}, "sm90_fp8_gemm_1d2d_impl": {"d"}, "sm90_bf16_gemm_impl": {"d"},
+    }  # fmt: skip
+    for signature in SIGNATURES.values():
+        assert all(one.reads or one.writes for one in signature if one.address)
+
+
+def test_nothing_lies_in_an_empty_region() -> None:
+    assert not Region("empty", 0, 0).holds(0)
+    assert [Region("one", 8, 1).holds(address) for address in (7, 8, 9)] == [False, True, False]
 
 
 def test_declared_names_are_the_kernels_own() -> None:
@@ -186,12 +213,13 @@ class Driver(ModuleType):
     def cuGraphGetNodes(self, _: Any, count: int) -> tuple[Any, ...]:  # noqa: N802
         return self.fails, [100 + number for number in range(len(self.graph_nodes))] if count else [], len(self.graph_nodes)
 
-    def cuGraphGetEdges(self, _: Any, count: int = 0) -> tuple[Any, ...]:  # noqa: N802
-        edges = self.graph_edges if count else []
-        return (
-            0, [100 + source for source, _, _ in edges], [100 + target for _, target, _ in edges],
-            [SimpleNamespace(type=int(programmatic)) for _, _, programmatic in edges], len(self.graph_edges),
-        )  # fmt: skip
+    def cuGraphGetEdges_v2(self, _: Any, sources: Any, targets: Any, data: Any, count: Any) -> int:  # noqa: N802
+        """Of the library itself: it fills arrays."""
+        if sources is not None:
+            for at, (source, target, programmatic) in enumerate(self.graph_edges):
+                sources[at], targets[at], data[at].type = 100 + source, 100 + target, int(programmatic)
+        count._obj.value = len(self.graph_edges)
+        return 0
 
     def cuGraphNodeGetType(self, node: int) -> tuple[int, Any]:  # noqa: N802
         one = self.graph_nodes[node - 100]
@@ -220,6 +248,7 @@ def install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     bindings.driver = driver  # type: ignore[attr-defined]
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(graph_module, "_library", lambda: driver)
 
 
 def test_a_graph_is_read_in_the_order_of_its_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +297,8 @@ def weights() -> ExpertWeights:
 
 
 def test_regions_are_the_static_buffers_the_bucket_and_the_layer(weights: ExpertWeights) -> None:
-    with MoERuntime(SPEC, layers=[weights, weights], buckets=[1, 8], path="psum") as rt:
+    first = random_weights(SPEC, "fp8_block", seed=1)
+    with MoERuntime(SPEC, layers=[first, weights], buckets=[1, 8], path="psum") as rt:
         assert rt.audit() == {}
         named = {region.name: region for region in rt.regions(1, 8)}
         assert named.keys() == {
@@ -276,6 +306,7 @@ def test_regions_are_the_static_buffers_the_bucket_and_the_layer(weights: Expert
             "act_scales", "down_rows", "w13", "w2", "w13_scale_inv", "w2_scale_inv",
         }  # fmt: skip
         assert named["w2"].start == weights.w2.data_ptr()
+        assert {region.name: region.start for region in rt.regions(0, 8)}["w2"] == first.w2.data_ptr()
         assert named["w2"].nbytes == weights.w2.nbytes
         assert named["x"].nbytes == 8 * 128 * 2
         for layer, bucket in ((2, 8), (-1, 8), (0, 4)):
@@ -352,6 +383,7 @@ def test_inspect_fails_on_a_finding(gpu: None, monkeypatch: pytest.MonkeyPatch) 
     result = inspected()
     assert isinstance(result.exception, CaptureError)
     assert "layer 0, bucket 1: foreign pointer: node 1, _route_kernel's groups is 0x3" in str(result.exception)
+    assert result.output.count("foreign pointer: node 1") == 2
     assert "2 findings" in result.output
 
 

@@ -53,6 +53,33 @@ def test_a_compiled_loop_is_one_graph_with_the_eager_bits(backend: str, rt: MoER
             assert got.untyped_storage().data_ptr() != rt.inputs(8).x.untyped_storage().data_ptr(), "a view of the arena escaped"
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_compiled_function_serves_more_layers_than_torch_recompiles_for(backend: str) -> None:
+    weights = random_weights(SPEC, "bf16")
+    x, ids, router = batch(4)
+    with MoERuntime(SPEC, layers=[weights] * 12, buckets=[4]) as rt, torch.no_grad():
+        compiled = torch.compile(lambda layer, x: layer(x, ids, router), backend=backend, fullgraph=True)
+        inputs = [x + number for number in range(12)]
+        got = [compiled(layer, one) for layer, one in zip(rt.layers, inputs, strict=True)]
+        assert len({one.data_ptr() for one in got}) == 12
+        for layer, one, mine in zip(rt.layers, inputs, got, strict=True):
+            assert torch.equal(mine, layer(one, ids, router))
+
+
+def test_rows_of_a_wider_tensor_and_an_out_that_is_x(rt: MoERuntime) -> None:
+    x, ids, weights = batch(4)
+    wide = torch.zeros(4, 256).bfloat16()
+    wide[:, :128] = x
+    want = rt.layers[0](x, ids, weights).clone()
+    with torch.no_grad():
+        got = torch.compile(lambda x: rt.layers[0](x, ids, weights), backend="aot_eager", fullgraph=True)(wide[:, :128])
+        assert torch.equal(got, want)
+        assert got.is_contiguous()
+        own = x.clone()
+        assert torch.equal(torch.compile(lambda x: rt.layers[0](x, ids, weights, out=x), backend="aot_eager", fullgraph=True)(own), want)
+        assert torch.equal(own, want)
+
+
 def test_inductor_keeps_both_calls_apart(rt: MoERuntime) -> None:
     """Both layers share their output buffer; a compiler that reused or reordered memory around the op would mix them."""
 

@@ -13,8 +13,10 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +28,15 @@ _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) haza
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one tool said: findings (None where it gave no summary), pytest's last line, and the first lines of the first finding."""
+    """What one tool said: findings (None where it gave no summary), pytest's last line, the first lines of the first finding, and how it ended (None:
+    it was stopped).
+    """
 
     tool: str
     findings: int | None
     tests: str
     first: str
+    returncode: int | None
 
     def __str__(self) -> str:
         found = "no summary" if self.findings is None else f"{self.findings} findings"
@@ -49,28 +54,32 @@ def run(program: str, tool: str, tests: list[str], timeout: float) -> Outcome:
     command = [program, "--tool", tool, "--target-processes", "all", "--print-limit", "20", sys.executable, "-m", "pytest", "-q", "-x", *tests]
     caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
     environment = {**os.environ, **caching, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-        said, ended = done.stdout + done.stderr, f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        parts = (part.decode() if isinstance(part, bytes) else part or "" for part in (error.stdout, error.stderr))
-        said, ended = "".join(parts), f"stopped after {timeout:g} s"
-    return judge(tool, said, ended)
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            returncode: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            returncode = None
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too: they hold the GPU
+            process.wait()
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    return judge(tool, said, returncode, f"stopped after {timeout:g} s" if returncode is None else f"exit code {returncode}")
 
 
-def judge(tool: str, said: str, ended: str) -> Outcome:
+def judge(tool: str, said: str, returncode: int | None, ended: str = "") -> Outcome:
     """Read what a run printed. compute-sanitizer prints a summary a process: they are added."""
     counts = [int(match[1] or match[2]) for match in _SUMMARY.finditer(said)]
     passed = [line.strip("= ") for line in said.splitlines() if re.search(r"\d+ (passed|failed|skipped)", line)]
     lines = said.splitlines()
     errors = [number for number, line in enumerate(lines) if re.match(r"=+ (Invalid|Error|Warning: Race|Misaligned|Program hit)", line)]
     first = "\n".join(lines[errors[0] : errors[0] + 8]) if errors else ""
-    return Outcome(tool, sum(counts) if counts else None, passed[-1] if passed and not ended.startswith("stopped") else ended, first)
+    return Outcome(tool, sum(counts) if counts else None, passed[-1] if passed and returncode is not None else ended, first, returncode)
 
 
 def failed(outcome: Outcome) -> bool:
     """Whether an outcome is anything but: tests ran and passed, and the tool found nothing."""
-    return outcome.findings != 0 or "passed" not in outcome.tests or "failed" in outcome.tests
+    return outcome.findings != 0 or outcome.returncode != 0 or "passed" not in outcome.tests
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ _KINDS = {
     "CU_GRAPH_NODE_TYPE_MEM_FREE": "free",
     "CU_GRAPH_NODE_TYPE_EMPTY": "empty",
 }
-_MOST_PARAMETERS = 256
+_MOST_PARAMETERS, _INVALID_VALUE = 256, 1
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def read_graph(graph: torch.cuda.CUDAGraph) -> GraphDump:
     raw = _raw_nodes(driver, graph)
     place = {int(node): number for number, node in enumerate(raw)}
     edges = [
-        Edge(place[int(source)], place[int(target)], int(data.type) == int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC))
-        for source, target, data in _raw_edges(driver, graph)
+        Edge(place[source], place[target], kind == int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC))
+        for source, target, kind in _raw_edges(graph)
     ]
     order = _in_order(len(raw), edges)
     nodes = tuple(_node(driver, raw[number], parameters=True) for number in order)
@@ -138,15 +138,28 @@ def _raw_nodes(driver: Any, graph: torch.cuda.CUDAGraph) -> list[Any]:
     return list(nodes[:count])
 
 
-def _raw_edges(driver: Any, graph: torch.cuda.CUDAGraph) -> list[tuple[Any, Any, Any]]:
-    """Source, target and data. CUDA 12's bindings call the query that returns data `_v2`; CUDA 13's have only that one."""
-    query = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)
-    raw = driver.CUgraph(graph.raw_cuda_graph())
-    *_, count = _ok(query(raw, 0))
-    if count == 0:
-        return []
-    sources, targets, data, _ = _ok(query(raw, count))
-    return list(zip(sources[:count], targets[:count], data[:count], strict=True))
+class _EdgeData(ctypes.Structure):
+    """`CUgraphEdgeData` of cuda.h."""
+
+    _fields_ = (("from_port", ctypes.c_ubyte), ("to_port", ctypes.c_ubyte), ("type", ctypes.c_ubyte), ("reserved", ctypes.c_ubyte * 5))
+
+
+def _raw_edges(graph: torch.cuda.CUDAGraph) -> list[tuple[int, int, int]]:
+    """Source, target and kind, asked of the driver's library itself: cuda-bindings 13.0 returns edge data that it has freed already."""
+    query = _library().cuGraphGetEdges_v2
+    raw, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(0)
+    _ok((query(raw, None, None, None, ctypes.byref(count)),))
+    size = count.value
+    sources, targets, data = (ctypes.c_void_p * size)(), (ctypes.c_void_p * size)(), (_EdgeData * size)()
+    _ok((query(raw, sources, targets, data, ctypes.byref(count)),))
+    return [(int(source or 0), int(target or 0), one.type) for source, target, one in zip(sources, targets, data, strict=True)]
+
+
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CaptureError(f"the driver's library does not load: {error}") from error
 
 
 def _in_order(count: int, edges: list[Edge]) -> list[int]:
@@ -186,8 +199,9 @@ def _parameters(driver: Any, launch: Any) -> tuple[bytes, ...]:
     sizes: list[int] = []
     while len(sizes) < _MOST_PARAMETERS:
         error, *found = query(function, len(sizes))
-        if int(error) != 0:  # one behind the last
+        if int(error) == _INVALID_VALUE:  # one behind the last
             break
+        _ok((error,))
         sizes.append(int(found[1]))
     if not sizes:
         return ()

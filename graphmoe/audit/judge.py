@@ -1,7 +1,8 @@
 """The proof: every address that a captured graph was given lies in the arena, the weights, or the declared inputs and outputs.
 
-What is proven is where each parameter *begins*. How far a kernel goes from there is the business of guard bands (`graphmoe verify`) and of
-compute-sanitizer.
+What is proven is where each parameter *begins*, and that it is in memory of this graph. How far a kernel goes from there is the business of guard bands
+(`graphmoe verify`) and of compute-sanitizer. Buffers that live at different times share bytes, so a kernel that was given the wrong one of two that do
+is not found here: the oracle finds it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Region:
     nbytes: int
 
     def holds(self, address: int) -> bool:
-        return self.start <= address < self.start + max(1, self.nbytes)
+        return self.start <= address < self.start + self.nbytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def judge(dump: GraphDump, regions: Sequence[Region], *, signatures: Mapping[str
 
     Args:
         dump: the graph.
-        regions: memory that it may touch; where several hold an address, the smallest names it.
+        regions: memory that it may touch; where several hold an address, what the parameter is declared for names it, else the smallest.
         signatures: what each kernel's parameters mean, by short name.
     """
     accesses: list[Access] = []
@@ -120,6 +121,8 @@ def _of_kernel(number: int, kernel: KernelNode, declared: tuple[Parameter, ...],
         if not holding:
             findings.append(Finding(Kind.FOREIGN_POINTER, number, f"{where} is {address:#x}, in no memory of this runtime"))
             continue
-        region = min(holding, key=lambda one: one.nbytes)
+        # Buffers that live at different times share bytes: the one that the parameter is for names the address.
+        expected = [region for region in holding if region.name in parameter.buffers]
+        region = min(expected or holding, key=lambda one: (one.start != address, one.nbytes))
         accesses.append(Access(number, parameter.name, region.name, address - region.start, parameter.reads, parameter.writes))
     return findings

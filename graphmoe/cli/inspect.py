@@ -62,6 +62,8 @@ def inspect(
         f"{len(audits)} graphs on {name}, {sum(len(audit.accesses) for audit in audits.values())} addresses proven, {len(found)} findings; "
         f"reading and proving took {1e3 * seconds / len(audits):.1f} ms a graph"
     )
+    for line in found:
+        console.print(line)
     if json_path is not None:
         _write(audits, regions, json_path)
     if png is not None:

@@ -18,9 +18,9 @@ from tests.gpu.conftest import Table
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_address_of_every_graph_is_proven(case: Case, compiled: None, table: Table) -> None:
-    """Four layers that share weights, all buckets: kernels only, no address outside, and all that a step must touch is touched."""
-    weights = weights_of(case.shape, case.fmt)
-    with MoERuntime(case.spec, layers=[weights] * 4, buckets=case.buckets, path=case.recipe, progress=False) as rt:
+    """Four layers, two of each weights, all buckets: kernels only, no address outside, and all that a step must touch is touched."""
+    pair = [weights_of(case.shape, case.fmt, seed) for seed in (0, 1)]
+    with MoERuntime(case.spec, layers=pair * 2, buckets=case.buckets, path=case.recipe, progress=False) as rt:
         started = time.perf_counter()
         audits = rt.audit()
         seconds = time.perf_counter() - started
@@ -28,10 +28,16 @@ def test_every_address_of_every_graph_is_proven(case: Case, compiled: None, tabl
         for key, audit in audits.items():
             assert [str(finding) for finding in audit.findings] == [], key
             touched = {access.region for access in audit.accesses}
-            assert touched >= {"topk_ids", "topk_weights", "y", "w13", "w2"}, key
+            assert touched >= {"topk_ids", "topk_weights", "y", "w13", "w2", "act_rows"}, key
             assert {access.offset for access in audit.accesses if access.region in ("w13", "w2")} == {0}, key
             assert {access.region for access in audit.accesses if access.writes} >= {"y"}, key
-            assert len(audit.dump.edges) == len(audit.dump.nodes) - 1, key
+            chain = [(edge.source, edge.target) for edge in audit.dump.edges]
+            assert chain == [(number, number + 1) for number in range(len(audit.dump.nodes) - 1)], key
+            # Our own kernels are launched programmatically, deep_gemm's are not.
+            own = ["gemm" not in kernel.short_name for kernel in audit.dump.kernels]
+            assert [edge.programmatic for edge in audit.dump.edges] == own[1:], key
+            others = judge(audit.dump, rt.regions(1 - key[0] % 2, key[1])).findings
+            assert {finding.kind for finding in others} == {Kind.FOREIGN_POINTER}, "another layer's weights passed"
         kernels_of = {len(audit.dump.kernels) for audit in audits.values()}
         table.append(f"audit of {case.name:<48} {len(audits)} graphs, {kernels_of} kernels, {1e3 * seconds / len(audits):.2f} ms a graph, 0 findings")
 
