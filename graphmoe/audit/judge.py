@@ -1,8 +1,8 @@
 """The proof: every address that a captured graph was given lies in the arena, the weights, or the declared inputs and outputs.
 
-What is proven is where each parameter *begins*, and that it is in memory of this graph. How far a kernel goes from there is the business of guard bands
-(`graphmoe verify`) and of compute-sanitizer. Buffers that live at different times share bytes, so a kernel that was given the wrong one of two that do
-is not found here: the oracle finds it.
+What is proven is where each parameter *begins*, and that it is in memory of this graph. How far a kernel goes from there is the business of guard
+bands (`graphmoe verify`) and of compute-sanitizer. Buffers that live at different times share bytes, so a kernel that was given the wrong one of two
+that do is not found here: the oracle finds it.
 """
 
 from __future__ import annotations
