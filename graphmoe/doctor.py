@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -23,6 +22,7 @@ from graphmoe.formats import get_format
 from graphmoe.gemm.deep_gemm import PROVEN, diagnosis
 from graphmoe.paths import PATHS
 from graphmoe.profile import device_slug, profiles_root
+from graphmoe.provenance import version_of
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 from graphmoe.verify import Verifier, verify
@@ -122,7 +122,11 @@ def _cuda_python() -> Check:
         return Check("cuda-python", State.FAILED, f"does not load: {error}; captured graphs cannot be read back", f"{_PIP} cuda-python")
     if int(answer):
         return Check("cuda-python", State.FAILED, f"the driver answers {answer}", "nvidia-smi")
-    return Check("cuda-python", State.OK, f"{_version('cuda-bindings')}, the driver supports CUDA {version // 1000}.{version % 1000 // 10}")
+    return Check(
+        "cuda-python",
+        State.OK,
+        f"{version_of('cuda-bindings', 'unknown version')}, the driver supports CUDA {version // 1000}.{version % 1000 // 10}",
+    )
 
 
 def _triton() -> Check:
@@ -132,7 +136,7 @@ def _triton() -> Check:
         importlib.import_module("triton")
     except Exception as error:
         return Check("triton", State.FAILED, f"does not load: {error}", f"{_PIP} triton")
-    return Check("triton", State.OK, _version("triton"))
+    return Check("triton", State.OK, version_of("triton", "unknown version"))
 
 
 def _nvcc() -> Check:
@@ -177,10 +181,3 @@ def _profiles(device_name: str) -> Check:
     if not found:
         return Check("profiles", State.SKIPPED, f"none for {device_name}: auto follows a rule; `graphmoe tune --model M` measures one")
     return Check("profiles", State.OK, f"{len(found)} for {device_name}: {', '.join(found)}")
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown version"

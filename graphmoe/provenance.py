@@ -12,7 +12,7 @@ def provenance(device: torch.device) -> dict[str, str]:
     facts = {"device": "cpu", "driver": "none"}
     if device.type == "cuda":
         facts = {"device": torch.cuda.get_device_name(device), "driver": _driver()}
-    return facts | {"torch": torch.__version__, **{name: _version(name) for name in ("triton", "sgl-deep-gemm", "graphmoe")}}
+    return facts | {"torch": torch.__version__, **{name: version_of(name) for name in ("triton", "sgl-deep-gemm", "graphmoe")}}
 
 
 def _driver() -> str:
@@ -24,8 +24,9 @@ def _driver() -> str:
     return f"CUDA {version // 1000}.{version % 1000 // 10}" if int(error) == 0 else "unknown"
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str, missing: str = "absent") -> str:
+    """Of an installed distribution, or `missing`."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "absent"
+        return missing

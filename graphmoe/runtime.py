@@ -63,6 +63,11 @@ class _Core:
             raise InvalidInput(f"{bucket} is not a bucket of this runtime; its buckets: {list(self.plan.ladder.sizes)}")
         return buckets[bucket]
 
+    def require_layer(self, layer: int) -> None:
+        layers = len(self.open().weights)
+        if layer not in range(layers):
+            raise InvalidInput(f"{layer} is not a layer of this runtime; it has layers 0 to {layers - 1}")
+
     def call(self, layer: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         with self._lock, torch.no_grad():
             built = self.open()
@@ -95,8 +100,7 @@ class _Core:
     def refresh(self, layer: int) -> None:
         with self._lock, torch.no_grad():
             built = self.open()
-            if layer not in range(len(built.watches)):
-                raise InvalidInput(f"{layer} is not a layer of this runtime; it has layers 0 to {len(built.watches) - 1}")
+            self.require_layer(layer)
             with self._outside_capture("refreshed weights are copied"):
                 built.watches[layer].refresh(self.plan.arch)
 
@@ -402,8 +406,7 @@ class MoERuntime:
         """The memory that one graph may touch, by name: what `audit` holds its addresses against."""
         with self._core.opened() as built:
             self._core.bucket(bucket)
-            if layer not in range(len(self.layers)):
-                raise InvalidInput(f"{layer} is not a layer of this runtime; it has layers 0 to {len(self.layers) - 1}")
+            self._core.require_layer(layer)
             return built.regions(layer, bucket)
 
     def clear_flag(self) -> None:

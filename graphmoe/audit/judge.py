@@ -97,17 +97,19 @@ def judge(dump: GraphDump, regions: Sequence[Region], *, signatures: Mapping[str
                 Finding(Kind.UNEXPECTED_KERNEL, number, f"{node.kernel.short_name} is no kernel of a step: its parameters are not declared")
             )
             continue
-        for fault in _of_kernel(number, node.kernel, declared, regions, accesses):
-            findings.append(fault)
+        proven, wrong = _of_kernel(number, node.kernel, declared, regions)
+        accesses += proven
+        findings += wrong
     return Audit(dump, tuple(accesses), tuple(findings))
 
 
-def _of_kernel(number: int, kernel: KernelNode, declared: tuple[Parameter, ...], regions: Sequence[Region], accesses: list[Access]) -> list[Finding]:
+def _of_kernel(number: int, kernel: KernelNode, declared: tuple[Parameter, ...], regions: Sequence[Region]) -> tuple[list[Access], list[Finding]]:
     sizes, wanted = [len(value) for value in kernel.parameters], [parameter.nbytes for parameter in declared]
     if sizes != wanted:
         what = f"{kernel.short_name} takes parameters of {sizes} bytes, declared are {wanted}: another version of it than was declared"
-        return [Finding(Kind.UNPROVEN_PARAMETER, number, what)]
-    findings = []
+        return [], [Finding(Kind.UNPROVEN_PARAMETER, number, what)]
+    accesses: list[Access] = []
+    findings: list[Finding] = []
     for parameter, value in zip(declared, kernel.parameters, strict=True):
         if not parameter.address and not parameter.null:
             continue
@@ -125,4 +127,4 @@ def _of_kernel(number: int, kernel: KernelNode, declared: tuple[Parameter, ...],
         expected = [region for region in holding if region.name in parameter.buffers]
         region = min(expected or holding, key=lambda one: (one.start != address, one.nbytes))
         accesses.append(Access(number, parameter.name, region.name, address - region.start, parameter.reads, parameter.writes))
-    return findings
+    return accesses, findings

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
+from graphmoe.cli.files import write_json
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, format_name, sharded
+from graphmoe.cli.options import Buckets, Ep, Model, Tp, WeightFormat, format_name, sharded
 from graphmoe.cli.plot import figure_class, plot
 from graphmoe.device import arch_of
 from graphmoe.errors import InvalidInput
@@ -50,11 +51,11 @@ class Row:
 
 
 def bench(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
-    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
-    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32,64,128,256,512,1024",
-    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
+    model: Model = "qwen3-30b-a3b",
+    tp: Tp = 1,
+    ep: Ep = 1,
+    buckets: Buckets = "1,2,4,8,16,32,64,128,256,512,1024",
+    fmt: WeightFormat = "fp8_block",
     others: Annotated[
         bool, typer.Option("--others", help="time direct (to 16 tokens), gathered, psum and masked with their default options, too")
     ] = False,
@@ -76,7 +77,7 @@ def bench(
         "floor: reading the active experts' weights once at the measured bandwidth, or their products at the measured rate; * auto's choice"
     )
     if json_path is not None:
-        _write(measured, json_path)
+        write_json(measured, json_path, "measurement")
     if png is not None:
         plot(measured["title"], [Row(**row) for row in measured["rows"]], png)
 
@@ -148,13 +149,6 @@ def _judge(row: Row) -> None:
     for name in ("routing", "path", "recipe"):
         if not isinstance(getattr(row, name), str):
             raise ValueError(f"{name}={getattr(row, name)!r} must be a name")
-
-
-def _write(measured: dict[str, Any], path: Path) -> None:
-    try:
-        path.write_text(json.dumps(measured, indent=1) + "\n")
-    except OSError as error:
-        raise InvalidInput(f"the measurement cannot be written to {path}: {error.strerror}") from error
 
 
 def _table(rows: list[Row]) -> Table:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from graphmoe.cli.console import make_console
-from graphmoe.cli.options import FORMAT_HELP, format_name
+from graphmoe.cli.options import WeightFormat, format_name
 from graphmoe.convert import ConvertedFile, convert_checkpoint
 
 _INTERRUPTED = 130
@@ -24,7 +24,7 @@ def convert(
         Path,
         typer.Argument(metavar="DST", help="directory for the result; it may hold what an interrupted run of this conversion left, nothing else"),
     ],
-    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)],
+    fmt: WeightFormat,
 ) -> None:
     """Rewrite a checkpoint's weights as block FP8, block FP8 with power-of-two scales (ue8m0), or bf16.
 

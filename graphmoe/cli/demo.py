@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphmoe import bounds, measure
 from graphmoe.cli.console import make_console
-from graphmoe.cli.options import PATH_HELP, short
+from graphmoe.cli.options import Buckets, PathWish, short
 from graphmoe.cli.toy_model import LAYERS, SPEC, ToyModel, write_checkpoint
 from graphmoe.device import resolve_device
 from graphmoe.errors import InvalidInput
@@ -42,8 +42,8 @@ class _Seen:
 def demo(
     text: Annotated[Path, typer.Option(help="a text file; its bytes are cut into sequences of growing length")] = _DEFAULT_TEXT,
     directory: Annotated[Path, typer.Option("--dir", help="where the small checkpoint is kept")] = Path("~/.cache/graphmoe/demo"),
-    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32",
-    path: Annotated[str, typer.Option(help=PATH_HELP)] = "auto",
+    buckets: Buckets = "1,2,4,8,16,32",
+    path: PathWish = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Load a small block-FP8 MoE checkpoint, run a decode loop over a text file through the buckets, and check every step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,9 @@ from rich.table import Table
 from graphmoe.audit import Audit, Region
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console
+from graphmoe.cli.files import write_json
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, PATH_HELP, format_name, sharded
+from graphmoe.cli.options import Buckets, Ep, Model, PathWish, Tp, WeightFormat, format_name, sharded
 from graphmoe.cli.picture import draw
 from graphmoe.cli.plot import figure_class
 from graphmoe.errors import CaptureError, InvalidInput
@@ -27,12 +27,12 @@ SCHEMA = "graphmoe.audit/1"
 
 
 def inspect(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
-    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
-    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,64",
-    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
-    path: Annotated[str, typer.Option(help=PATH_HELP)] = "auto",
+    model: Model = "qwen3-30b-a3b",
+    tp: Tp = 1,
+    ep: Ep = 1,
+    buckets: Buckets = "1,64",
+    fmt: WeightFormat = "fp8_block",
+    path: PathWish = "auto",
     layers: Annotated[int, typer.Option(help="layers of the runtime; each has its own graphs")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="write every audit there")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="draw the largest bucket's graph there")] = None,
@@ -65,7 +65,8 @@ def inspect(
     for line in found:
         console.print(line)
     if json_path is not None:
-        _write(audits, regions, json_path)
+        graphs = [{"layer": key[0], "bucket": key[1], **as_json(audit, regions[key])} for key, audit in sorted(audits.items())]
+        write_json({"schema": SCHEMA, "graphs": graphs}, json_path, "audit")
     if png is not None:
         largest = max(tokens for _, tokens in audits)
         draw(audits[0, largest], regions[0, largest], f"{model}, bucket {largest}, {recipes[largest].split()[0]}", png)
@@ -109,11 +110,3 @@ def as_json(audit: Audit, regions: list[Region]) -> dict[str, Any]:
         "accesses": [asdict(access) for access in audit.accesses],
         "findings": [asdict(finding) for finding in audit.findings],
     }
-
-
-def _write(audits: dict[tuple[int, int], Audit], regions: dict[tuple[int, int], list[Region]], path: Path) -> None:
-    graphs = [{"layer": layer, "bucket": tokens, **as_json(audit, regions[layer, tokens])} for (layer, tokens), audit in sorted(audits.items())]
-    try:
-        path.write_text(json.dumps({"schema": SCHEMA, "graphs": graphs}, indent=1) + "\n")
-    except OSError as error:
-        raise InvalidInput(f"the audit cannot be written to {path}: {error.strerror}") from error

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Annotated
+
+import typer
 
 from graphmoe.errors import SpecError
 from graphmoe.formats import FORMATS, get_format
@@ -14,6 +17,14 @@ from graphmoe.spec import MoESpec, model_names, named_spec
 FORMAT_HELP = f"one of: {', '.join(FORMATS)} (fp8 is short for fp8_block)"
 MODEL_HELP = f"one of: {', '.join(model_names())}; or a layer's sizes: E=160,K=8,H=5120,I=1536"
 PATH_HELP = f"auto, or one of: {', '.join(PATHS)}; with options: psum:block_e=128"
+
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+Tp = Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")]
+Ep = Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")]
+Buckets = Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")]
+WeightFormat = Annotated[str, typer.Option("--format", help=FORMAT_HELP)]
+PathWish = Annotated[str, typer.Option("--path", help=PATH_HELP)]
+"""Options that several subcommands share."""
 
 _SHORT = {"fp8": "fp8_block"}
 _KEYWORDS = {"path": "--path", "fmt": "--format", "device": "--device", "tp": "--tp", "ep": "--ep"}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphmoe.audit import Audit, Region
-from graphmoe.cli.plot import figure_class
-from graphmoe.errors import InvalidInput
+from graphmoe.cli.plot import figure_class, save
 
 
 def draw(audit: Audit, regions: Sequence[Region], title: str, path: Path) -> None:
@@ -33,10 +32,7 @@ def draw(audit: Audit, regions: Sequence[Region], title: str, path: Path) -> Non
     axes.set_title(title)
     if columns:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"the picture cannot be written to {path}: {error}") from error
+    save(figure, path)
 
 
 def _bytes(count: int) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from graphmoe import bounds
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console
-from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, PATH_HELP, format_name, model_spec, short
+from graphmoe.cli.options import Buckets, Ep, Model, PathWish, Tp, WeightFormat, format_name, model_spec, short
 from graphmoe.errors import PlanError
 from graphmoe.formats import get_format
 from graphmoe.layout import RowLayout
@@ -40,12 +40,12 @@ _COMPARED = {
 
 
 def plan(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
-    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
-    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "vllm",
-    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
-    path: Annotated[str, typer.Option(help=PATH_HELP)] = "auto",
+    model: Model = "qwen3-30b-a3b",
+    tp: Tp = 1,
+    ep: Ep = 1,
+    buckets: Buckets = "vllm",
+    fmt: WeightFormat = "fp8_block",
+    path: PathWish = "auto",
     arch: Annotated[str, typer.Option(help="sm90, sm100 (format ue8m0 or bf16) or cpu")] = "sm90",
     device: Annotated[str | None, typer.Option(help="whose profile chooses, as torch names it, or none; NVIDIA H200 by default for sm90")] = None,
     max_arena_gib: Annotated[float | None, typer.Option(help="refuse a larger arena")] = None,

@@ -57,6 +57,15 @@ def plot(title: str, rows: Sequence[Row], path: Path) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture.
+
+    Raises:
+        InvalidInput: it cannot be written.
+    """
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: of a name whose ending is no picture's

@@ -14,7 +14,7 @@ import typer
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.gpu import measured_gpu
-from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, format_name, model_spec, sharded
+from graphmoe.cli.options import Buckets, Ep, Model, Tp, WeightFormat, format_name, model_spec, sharded
 from graphmoe.errors import PlanError
 from graphmoe.profile import BucketRecord, Profile, device_slug, kernels_version, profiles_root, shape_of
 from graphmoe.provenance import provenance
@@ -25,11 +25,11 @@ from graphmoe.tuning import tune as tune_bucket
 
 
 def tune(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-30b-a3b",
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
-    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
-    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,2,4,8,16,32,64,128,256,512,1024",
-    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
+    model: Model = "qwen3-30b-a3b",
+    tp: Tp = 1,
+    ep: Ep = 1,
+    buckets: Buckets = "1,2,4,8,16,32,64,128,256,512,1024",
+    fmt: WeightFormat = "fp8_block",
     budget: Annotated[float, typer.Option(help="seconds; no bucket is begun after them")] = 600.0,
     out: Annotated[Path | None, typer.Option(help="folder of device folders; the shipped profiles' by default")] = None,
     again: Annotated[bool, typer.Option("--again", help="measure buckets that the profile holds already, too")] = False,

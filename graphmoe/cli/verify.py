@@ -11,7 +11,7 @@ import typer
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
 from graphmoe.cli.demo import SPEC as SMALL
-from graphmoe.cli.options import FORMAT_HELP, MODEL_HELP, PATH_HELP, format_name, sharded
+from graphmoe.cli.options import MODEL_HELP, PATH_HELP, Buckets, Ep, Tp, WeightFormat, format_name, sharded
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import InvalidInput
 from graphmoe.formats import get_format
@@ -24,10 +24,10 @@ from graphmoe.verify import verify as verify_calls
 
 def verify(
     model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}; without one, the demo's small layer")] = None,
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks that split the intermediate size")] = 1,
-    ep: Annotated[int, typer.Option(help="expert-parallel ranks that split the experts")] = 1,
-    buckets: Annotated[str, typer.Option(help="a preset (vllm, sglang) or sizes like 1,2,4")] = "1,4,16,64",
-    fmt: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "fp8_block",
+    tp: Tp = 1,
+    ep: Ep = 1,
+    buckets: Buckets = "1,4,16,64",
+    fmt: WeightFormat = "fp8_block",
     path: Annotated[str | None, typer.Option(help=f"{PATH_HELP}; without one, every path that can run here")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     examples: Annotated[int, typer.Option(help="calls per path")] = 500,

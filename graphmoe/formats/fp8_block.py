@@ -49,12 +49,13 @@ def dequantize_weight(payload: Tensor, scale: Tensor) -> Tensor:
     return payload.float() * scale.float().repeat_interleave(BLOCK, -2)[..., :n, :].repeat_interleave(BLOCK, -1)[..., :k]
 
 
-def quantize_rows(x: Tensor, *, group: int = BLOCK) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, *, group: int = BLOCK, scale_of: Callable[[Tensor], Tensor] = scale_of) -> tuple[Tensor, Tensor]:
     """Quantise activations per row and group of columns.
 
     Args:
         x: float `[..., K]`, `K` a multiple of `group`.
         group: columns that share a scale.
+        scale_of: from a group's largest magnitude to its scale; `amax / 448` by default.
 
     Returns:
         e4m3 `[..., K]` (values times the reciprocal of their scale) and float32 scales `[..., K/group]`. A group that holds NaN or infinity gets NaN:

@@ -44,10 +44,7 @@ def quantize_rows(x: Tensor, *, group: int = BLOCK) -> tuple[Tensor, Tensor]:
     Returns:
         e4m3 `[..., K]` and float32 power-of-two scales `[..., K/group]`; a group with NaN or infinity gets the scale NaN.
     """
-    groups = x.float().unflatten(-1, (-1, group))
-    amax = groups.abs().amax(dim=-1)
-    scale = torch.where(groups.isfinite().all(dim=-1), scale_of(amax), torch.nan)
-    return to_e4m3(groups * scale.reciprocal()[..., None]).flatten(-2), scale
+    return fp8_block.quantize_rows(x, group=group, scale_of=scale_of)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
