@@ -76,6 +76,8 @@ class Built:
     graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
     """By (layer, bucket); empty on the CPU."""
     pool: Any = None
+    audited: bool = False
+    """Every graph was read back and found to touch only its regions."""
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep all memory until what this stream has been given is done, should it be dropped before."""
@@ -107,7 +109,9 @@ class Built:
             vars(self).pop(name, None)  # a build may have failed before it had them
 
 
-def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool, over: Built | None = None) -> Built:
+def build(
+    plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool, audit: bool = False, over: Built | None = None
+) -> Built:
     """Allocate, bind, warm up and capture everything that a plan says.
 
     Args:
@@ -115,6 +119,7 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
         weights: one a layer, on any device.
         device: a resolved device.
         progress: show a progress bar while capturing (only on a terminal).
+        audit: read every captured graph back and refuse what touches anything but its arena, weights, inputs and output.
         over: something built of the same plan, whose memory is used instead of more; it keeps working, one of both at a time.
 
     Raises:
@@ -133,6 +138,8 @@ def build(plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *,
         _bind(built, gemm)
         if device.type == "cuda":
             _capture(built, progress, fresh=over is None)
+            if audit:
+                _require_proof(built)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their locals would keep the arena for as long as the error is kept
         built.release()
@@ -190,6 +197,17 @@ def _capture(built: Built, progress: bool, *, fresh: bool) -> None:
         if fresh:
             built.flag.clear()
         stream.synchronize()  # whatever stream the first call is on, all this is done before it
+
+
+def _require_proof(built: Built) -> None:
+    found = [(key, finding) for key, audit in built.audit().items() for finding in audit.findings]
+    if found:
+        (layer, t), first = found[0]
+        raise CaptureError(
+            f"the graph of layer {layer}, bucket {t} cannot be proven static: {first} ({len(found)} findings in all); "
+            "rebuild with audit=False to look at it with rt.audit()"
+        )
+    built.audited = True
 
 
 def warm_stage(built: Built) -> None:

@@ -112,7 +112,7 @@ class _Core:
             if self._last_use is not None:
                 torch.cuda.synchronize(self.device)
             with torch.inference_mode(False), torch.no_grad(), _on(self.device):
-                self.built = build(self.plan, weights, self.device, progress=False, over=old)
+                self.built = build(self.plan, weights, self.device, progress=False, audit=old.audited, over=old)
             self._streams.clear()  # new weights are to be kept for every stream, too
             old.release()
 
@@ -270,6 +270,8 @@ class MoERuntime:
         profile: measured recipes for the buckets that are auto: `"auto"` looks for the shipped profile of this device, shape and format (on the CPU
             there is none), None uses none, a Profile is used as it is.
         progress: show a progress bar while capturing (only on a terminal).
+        audit: after capture, read every graph back and refuse the runtime (CaptureError) unless all that it touches lies in the arena, the weights,
+            the static inputs and the output.
 
     Raises:
         WeightsMismatch, UnsupportedShape, UnknownRecipe, ArenaTooLarge, MissingBackend, WrongBackend, CaptureError; nothing is left allocated.
@@ -289,6 +291,7 @@ class MoERuntime:
         guard_bytes: int = 0,
         profile: Profile | Literal["auto"] | None = "auto",
         progress: bool = True,
+        audit: bool = False,
     ) -> None:
         all_weights = _layers_of(spec, weights, layers)
         self.spec = spec
@@ -307,7 +310,7 @@ class MoERuntime:
         )
         started = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad(), _on(self.device):
-            built = build(self.plan, all_weights, self.device, progress=progress)
+            built = build(self.plan, all_weights, self.device, progress=progress, audit=audit)
         self._build_seconds = time.perf_counter() - started
         self._core = _Core(spec, built)
         self.layers = tuple(MoELayer(self._core, index) for index in range(len(all_weights)))

@@ -119,7 +119,7 @@ class Bench:
         rounding = rounding_of(recipe)
         limit = row_limit(self.fmt, rounding)
         try:
-            runtime = MoERuntime(self.spec, layers=self.layers, buckets=[tokens], path=recipe, progress=False)
+            runtime = MoERuntime(self.spec, layers=self.layers, buckets=[tokens], path=recipe, progress=False, audit=False)
         except Exception as error:  # a plan, a compiler or a library that refuses it: any of them is an answer
             return Trial(recipe, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}")
         with runtime:

@@ -20,6 +20,7 @@ from graphmoe import ExpertWeights, MoERuntime, MoESpec
 from graphmoe.audit import Edge, GraphDump, KernelNode, Kind, Node, Region, judge, kernel_nodes, read_graph
 from graphmoe.audit import graph as graph_module
 from graphmoe.audit.signatures import SIGNATURES, Parameter, parse
+from graphmoe.build import Built, _require_proof
 from graphmoe.cli import app
 from graphmoe.errors import CaptureError, InvalidInput
 from graphmoe.samples import random_weights
@@ -390,3 +391,18 @@ def test_inspect_fails_on_a_finding(gpu: None, monkeypatch: pytest.MonkeyPatch) 
 def test_inspect_without_a_gpu_or_with_no_layer_is_refused() -> None:
     assert "sees no CUDA device" in str(inspected().exception)
     assert "--layers 0" in str(inspected("--layers", "0").exception)
+
+
+def test_a_graph_that_is_not_proven_refuses_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was found, where, and the way to look at it; a proven one is marked as such."""
+    addresses = {"rows": 4096, "row_of": 8192, "topk_weights": 8192, "out": 1 << 30}
+    dump = GraphDump((Node("kernel", launched("_combine_kernel", addresses)), Node("host", None)), ())
+    regions = [Region("down_rows", 4096, 64), Region("row_of", 8192, 64)]
+    built = Built(plan=None, device=torch.device("cpu"), ops=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Built, "audit", lambda self: {(1, 8): judge(dump, regions)})
+    with pytest.raises(CaptureError, match=r"layer 1, bucket 8 .* _combine_kernel's out.*2 findings.*audit=False"):
+        _require_proof(built)
+    assert not built.audited
+    monkeypatch.setattr(Built, "audit", lambda self: {(1, 8): judge(GraphDump((), ()), regions)})
+    _require_proof(built)
+    assert built.audited
