@@ -51,7 +51,7 @@ class Bucket:
 
     inputs: StaticInputs
     y: Tensor
-    bound: tuple[BoundPath, ...]
+    bound: list[BoundPath]
 
     def run(self, layer: int) -> None:
         step(self.bound[layer], self.inputs.x, self.inputs.topk_ids, self.inputs.topk_weights, self.y)
@@ -64,6 +64,9 @@ class Built:
     plan: Plan
     device: torch.device
     ops: Ops
+    gemm: GroupedGemm | None
+    captures: bool
+    """A call replays graphs; else it issues the step, kernel by kernel."""
     arena: Arena = field(init=False)
     static: dict[str, Tensor] = field(default_factory=dict)
     flag: StickyFlag = field(init=False)
@@ -74,7 +77,7 @@ class Built:
     """By bucket: its views of the arena."""
     buckets: dict[int, Bucket] = field(default_factory=dict)
     graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
-    """By (layer, bucket); empty on the CPU."""
+    """By (layer, bucket); empty where nothing is captured."""
     pool: Any = None
     audited: bool = False
     """Every graph was read back and found to touch only its regions."""
@@ -91,9 +94,10 @@ class Built:
         named = {**self.static, **self.buffers[tokens], **self.weights[layer].tensors()}
         return [Region(name, tensor.data_ptr(), tensor.nbytes) for name, tensor in named.items()]
 
-    def audit(self) -> dict[tuple[int, int], Audit]:
-        """Every captured graph held against its regions, by (layer, bucket)."""
-        return {key: judge(read_graph(captured.graph), self.regions(*key)) for key, captured in self.graphs.items()}
+    def audit(self, layer: int | None = None) -> dict[tuple[int, int], Audit]:
+        """Every captured graph (of one layer, or all) held against its regions, by (layer, bucket)."""
+        wanted = {key: captured for key, captured in self.graphs.items() if layer in (None, key[0])}
+        return {key: judge(read_graph(captured.graph), self.regions(*key)) for key, captured in wanted.items()}
 
     def release(self) -> None:
         """Drop the graphs, the buffers and the references to weights."""
@@ -110,7 +114,14 @@ class Built:
 
 
 def build(
-    plan: Plan, weights: Sequence[ExpertWeights], device: torch.device, *, progress: bool, audit: bool = False, over: Built | None = None
+    plan: Plan,
+    weights: Sequence[ExpertWeights],
+    device: torch.device,
+    *,
+    progress: bool,
+    capture: bool = True,
+    audit: bool = False,
+    over: Built | None = None,
 ) -> Built:
     """Allocate, bind, warm up and capture everything that a plan says.
 
@@ -119,6 +130,7 @@ def build(
         weights: one a layer, on any device.
         device: a resolved device.
         progress: show a progress bar while capturing (only on a terminal).
+        capture: record a graph per layer and bucket; otherwise only warm up.
         audit: read every captured graph back and refuse what touches anything but its arena, weights, inputs and output.
         over: something built of the same plan, whose memory is used instead of more; it keeps working, one of both at a time.
 
@@ -130,14 +142,18 @@ def build(
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("a runtime cannot be built while the current stream captures a graph; build it before, call it inside")
     ops, gemm = _backend(plan, device)
-    built = Built(plan, device, ops)
+    built = Built(plan, device, ops, gemm, captures=capture and device.type == "cuda")
     try:
         _allocate(built, over)
-        built.weights += [one.to(device).prepared(plan.arch) for one in weights]
-        built.watches += [WeightWatch(layer, *pair) for layer, pair in enumerate(zip(weights, built.weights, strict=True))]
-        _bind(built, gemm)
+        _lend(built)
+        for one in weights:
+            _bind(built, one)
         if device.type == "cuda":
-            _capture(built, progress, fresh=over is None)
+            warm_stage(built)
+            _warm_and_capture(built, range(len(weights)), progress)
+            if over is None:
+                built.flag.clear()
+            torch.cuda.current_stream(device).synchronize()  # whatever stream the first call is on, all this is done before it
             if audit:
                 _require_proof(built)
     except BaseException as error:
@@ -161,29 +177,59 @@ def _allocate(built: Built, over: Built | None) -> None:
         built.buffers[bucket.tokens] = {"flags": built.static["flags"], **{buffer.name: arena.view(buffer) for buffer in bucket.buffers}}
 
 
-def _bind(built: Built, gemm: GroupedGemm | None) -> None:
-    plan, static = built.plan, built.static
+def _lend(built: Built) -> None:
+    static = built.static
+    for bucket in built.plan.buckets:
+        t = bucket.tokens
+        inputs = StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t])
+        built.buckets[t] = Bucket(inputs, static["y"][:t], bound=[])
+
+
+def add_layer(built: Built, weights: ExpertWeights) -> None:
+    """One more layer on the same arena: its steps are bound, warmed up and captured like the others'; on failure there is none more."""
+    layer = len(built.weights)
+    try:
+        _bind(built, weights)
+        if built.device.type == "cuda":
+            _warm_and_capture(built, range(layer, layer + 1), progress=False)
+            torch.cuda.current_stream(built.device).synchronize()
+            if built.audited:
+                _require_proof(built, layer)
+    except BaseException:
+        for bucket in built.buckets.values():
+            del bucket.bound[layer:]
+            captured = built.graphs.pop((layer, bucket.inputs.x.shape[0]), None)
+            if captured is not None:
+                captured.graph.reset()
+        del built.weights[layer:], built.watches[layer:]
+        raise
+
+
+def _bind(built: Built, given: ExpertWeights) -> None:
+    """Bind one more layer to every bucket."""
+    plan = built.plan
+    used = given.to(built.device).prepared(plan.arch)
+    built.watches.append(WeightWatch(len(built.weights), given, used))
+    built.weights.append(used)
     fmt = get_format(plan.fmt).on(plan.arch)
     for bucket in plan.buckets:
-        t = bucket.tokens
-        buffers = built.buffers[t]
-        path = get_path(bucket.recipe.path)
-        bound = tuple(path.bind(plan.spec, fmt, t, bucket.options, buffers, one, built.ops, gemm) for one in built.weights)
-        built.buckets[t] = Bucket(StaticInputs(static["x"][:t], static["topk_ids"][:t], static["topk_weights"][:t]), static["y"][:t], bound)
+        buffers = built.buffers[bucket.tokens]
+        bound = get_path(bucket.recipe.path).bind(plan.spec, fmt, bucket.tokens, bucket.options, buffers, used, built.ops, built.gemm)
+        built.buckets[bucket.tokens].bound.append(bound)
 
 
-def _capture(built: Built, progress: bool, *, fresh: bool) -> None:
-    built.pool = torch.cuda.graph_pool_handle()
+def _warm_and_capture(built: Built, layers: range, progress: bool) -> None:
+    if built.pool is None:
+        built.pool = torch.cuda.graph_pool_handle()
     console = Console(stderr=True)
     show = progress and console.is_terminal
     sizes = sorted(built.buckets, reverse=True)
-    keys = [(layer, t) for t in sizes for layer in range(len(built.weights))]
+    keys = [(layer, t) for t in sizes for layer in layers] if built.captures else []
     with side_stream(built.device) as stream, Progress(console=console, transient=True, disable=not show) as bar:
         task = bar.add_task("capturing", total=len(sizes) + len(keys))
-        warm_stage(built)
         for t in sizes:
             bar.update(task, description=f"warming up bucket {t}")
-            for layer in range(len(built.weights)):  # each one: a kernel may be compiled for the alignment of a layer's own tensors
+            for layer in layers:  # each one: a kernel may be compiled for the alignment of a layer's own tensors
                 built.buckets[t].run(layer)
             stream.synchronize()
             bar.advance(task)
@@ -194,17 +240,15 @@ def _capture(built: Built, progress: bool, *, fresh: bool) -> None:
             built.graphs[layer, t] = captured = capture_step(lambda bucket=bucket, layer=layer: bucket.run(layer), built.pool)  # type: ignore[misc]
             prove(captured, bucket.bound[layer], get_path(planned.recipe.path), planned)
             bar.advance(task)
-        if fresh:
-            built.flag.clear()
-        stream.synchronize()  # whatever stream the first call is on, all this is done before it
 
 
-def _require_proof(built: Built) -> None:
-    found = [(key, finding) for key, audit in built.audit().items() for finding in audit.findings]
+def _require_proof(built: Built, layer: int | None = None) -> None:
+    """Of every graph, or of one layer's."""
+    found = [(key, finding) for key, audit in built.audit(layer).items() for finding in audit.findings]
     if found:
-        (layer, t), first = found[0]
+        (index, t), first = found[0]
         raise CaptureError(
-            f"the graph of layer {layer}, bucket {t} cannot be proven static: {first} ({len(found)} findings in all); "
+            f"the graph of layer {index}, bucket {t} cannot be proven static: {first} ({len(found)} findings in all); "
             "rebuild with audit=False to look at it with rt.audit()"
         )
     built.audited = True

@@ -35,6 +35,7 @@ class RuntimeReport:
     fmt: str
     gemm: str
     layers: int
+    graphs: int
     arena_bytes: int
     capture_allocations: int
     build_seconds: float
@@ -43,7 +44,7 @@ class RuntimeReport:
     buckets: tuple[BucketReport, ...]
 
     def __str__(self) -> str:
-        graphs = "graphs emulated" if self.emulated else _count(self.layers * len(self.buckets), "graph")
+        graphs = "graphs emulated" if self.emulated else _count(self.graphs, "graph")
         title = (
             f"{_count(self.layers, 'layer')} on {self.device}, {self.fmt}, {self.gemm} GEMM, {graphs}, arena {self.arena_bytes / 2**20:.2f} MiB, "
             f"{'' if self.emulated else _count(self.capture_allocations, 'allocation') + ' in capture, '}"
@@ -54,7 +55,7 @@ class RuntimeReport:
             table.add_column(column, justify="left" if column == "path" else "right")
         reasons: dict[str, list[str]] = {}
         for bucket in self.buckets:
-            captured = ("-", "-") if self.emulated else (f"{bucket.graph_bytes / 2**10:.0f}", f"{bucket.capture_seconds:.3f}")
+            captured = ("-", "-") if not self.graphs else (f"{bucket.graph_bytes / 2**10:.0f}", f"{bucket.capture_seconds:.3f}")
             path, size = bucket.recipe.split()[0], f"{bucket.bucket_bytes / 2**20:.2f}"
             table.add_row(str(bucket.tokens), path, str(bucket.rows), size, str(bucket.kernels), *captured)
             reasons.setdefault(f"{bucket.recipe} ({bucket.rule})", []).append(str(bucket.tokens))

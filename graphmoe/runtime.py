@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphmoe.audit import Audit, Region
 from graphmoe.buckets import BucketLadder, Overflow
-from graphmoe.build import Bucket, Built, StaticInputs, build
+from graphmoe.build import Bucket, Built, StaticInputs, add_layer, build
 from graphmoe.call import check_call, refuse_lent_memory, refuse_shifted_overlap
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
@@ -112,9 +112,18 @@ class _Core:
             if self._last_use is not None:
                 torch.cuda.synchronize(self.device)
             with torch.inference_mode(False), torch.no_grad(), _on(self.device):
-                self.built = build(self.plan, weights, self.device, progress=False, audit=old.audited, over=old)
+                self.built = build(self.plan, weights, self.device, progress=False, capture=old.captures, audit=old.audited, over=old)
             self._streams.clear()  # new weights are to be kept for every stream, too
             old.release()
+
+    def add_layer(self, weights: ExpertWeights) -> int:
+        with self._lock, torch.inference_mode(False), torch.no_grad(), self._outside_capture("a layer is added"):
+            built = self.open()
+            if self._busy:
+                raise CallError("a layer cannot be added from inside a call of the same runtime; add it when the call is done")
+            add_layer(built, weights)
+            self._streams.clear()  # the new weights are to be kept for every stream, too
+            return len(built.weights) - 1
 
     def read_flag(self) -> bool:
         with self._lock, self._outside_capture("the flag of broken promises is read"):
@@ -181,7 +190,7 @@ class _Core:
                         yield False
                     else:
                         with self._in_order(self._last_use) as stream:
-                            yield True
+                            yield self.open().captures
                             raised = flag.poll(stream)
         finally:
             self._busy = False
@@ -270,6 +279,8 @@ class MoERuntime:
         profile: measured recipes for the buckets that are auto: `"auto"` looks for the shipped profile of this device, shape and format (on the CPU
             there is none), None uses none, a Profile is used as it is.
         progress: show a progress bar while capturing (only on a terminal).
+        capture: on CUDA, record one graph per layer and bucket. False only warms the kernels up, and a call issues them one by one: for calls that a
+            larger graph of your own records.
         audit: after capture, read every graph back and refuse the runtime (CaptureError) unless all that it touches lies in the arena, the weights,
             the static inputs and the output.
 
@@ -291,6 +302,7 @@ class MoERuntime:
         guard_bytes: int = 0,
         profile: Profile | Literal["auto"] | None = "auto",
         progress: bool = True,
+        capture: bool = True,
         audit: bool = False,
     ) -> None:
         all_weights = _layers_of(spec, weights, layers)
@@ -310,7 +322,7 @@ class MoERuntime:
         )
         started = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad(), _on(self.device):
-            built = build(self.plan, all_weights, self.device, progress=progress, audit=audit)
+            built = build(self.plan, all_weights, self.device, progress=progress, capture=capture, audit=audit)
         self._build_seconds = time.perf_counter() - started
         self._core = _Core(spec, built)
         self.layers = tuple(MoELayer(self._core, index) for index in range(len(all_weights)))
@@ -387,6 +399,7 @@ class MoERuntime:
             fmt=self.plan.fmt,
             gemm=self.plan.gemm,
             layers=len(self.layers),
+            graphs=len(built.graphs),
             arena_bytes=built.arena.nbytes,
             capture_allocations=sum(graph.allocations for graph in built.graphs.values()),
             build_seconds=self._build_seconds,
@@ -424,6 +437,20 @@ class MoERuntime:
             WeightsMismatch: a weight's storage was replaced or freed: see `rebind`.
         """
         self._core.refresh(layer)
+
+    def add_layer(self, weights: ExpertWeights) -> MoELayer:
+        """One more layer on the same arena, captured like the others; it is the last of `layers` from then on.
+
+        Raises:
+            WeightsMismatch: weights of another spec or format than the runtime's.
+            CallError: inside a capture or a call. CaptureError and what else building raises; the runtime is as before.
+        """
+        (given,) = _layers_of(self.spec, weights, None)
+        if given.fmt != self.plan.fmt:
+            raise WeightsMismatch(f"the runtime's layers are of format {self.plan.fmt!r}, this one is {given.fmt!r}; build a new runtime")
+        added = MoELayer(self._core, self._core.add_layer(given))
+        self.layers = (*self.layers, added)
+        return added
 
     def rebind(self, weights: ExpertWeights | None = None, *, layers: Sequence[ExpertWeights] | None = None) -> None:
         """Use other weights: every graph is captured anew on the same arena and all are swapped at once. Static inputs stay where they are.

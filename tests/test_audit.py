@@ -398,11 +398,11 @@ def test_a_graph_that_is_not_proven_refuses_the_build(monkeypatch: pytest.Monkey
     addresses = {"rows": 4096, "row_of": 8192, "topk_weights": 8192, "out": 1 << 30}
     dump = GraphDump((Node("kernel", launched("_combine_kernel", addresses)), Node("host", None)), ())
     regions = [Region("down_rows", 4096, 64), Region("row_of", 8192, 64)]
-    built = Built(plan=None, device=torch.device("cpu"), ops=None)  # type: ignore[arg-type]
-    monkeypatch.setattr(Built, "audit", lambda self: {(1, 8): judge(dump, regions)})
+    built = Built(plan=None, device=torch.device("cpu"), ops=None, gemm=None, captures=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(Built, "audit", lambda self, layer: {(1, 8): judge(dump, regions)})
     with pytest.raises(CaptureError, match=r"layer 1, bucket 8 .* _combine_kernel's out.*2 findings.*audit=False"):
         _require_proof(built)
     assert not built.audited
-    monkeypatch.setattr(Built, "audit", lambda self: {(1, 8): judge(GraphDump((), ()), regions)})
+    monkeypatch.setattr(Built, "audit", lambda self, layer: {(1, 8): judge(GraphDump((), ()), regions)})
     _require_proof(built)
     assert built.audited

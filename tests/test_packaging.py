@@ -45,8 +45,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trial", "verify"),
     ("tuning", "doctor"),
     ("decode",),
+    ("integrations",),
     ("__init__",),
-    ("integrations", "cli"),
+    ("cli",),
     ("__main__",),
 )
 """Parts of graphmoe (a file or a folder), from the ground up. A part imports itself and lower layers, nothing beside or above it."""

@@ -15,7 +15,8 @@ def report(*, emulated: bool, layers: int = 2) -> RuntimeReport:
         BucketReport(512, "psum block_e=64", "auto: no profile, psum with block_e 64", 1234567, 3 << 30, 6, 0, 0.5),
         BucketReport(1024, "psum block_e=64", "auto: no profile, psum with block_e 64", 12345678, 3 << 31, 6, 0, 0.5),
     )
-    return RuntimeReport("cpu" if emulated else "cuda:0", emulated, "fp8_block", "torch", layers, 6 << 30, 0, 0.1, False, "f" * 64, buckets)
+    device, graphs = ("cpu", 0) if emulated else ("cuda:0", layers * len(buckets))
+    return RuntimeReport(device, emulated, "fp8_block", "torch", layers, graphs, 6 << 30, 0, 0.1, False, "f" * 64, buckets)
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -32,7 +32,7 @@ from graphmoe.errors import (
     UnsupportedShape,
     WeightsMismatch,
 )
-from graphmoe.paths import PATHS
+from graphmoe.paths import PATHS, get_path
 from tests.checks import assert_rows, bits, built_of, oracle, poison, random_inputs, random_weights, routings
 
 SPEC = MoESpec(6, 3, 256, 128, routed_scaling_factor=1.5)
@@ -352,7 +352,10 @@ def test_a_dropped_runtime_is_freed_at_once(weights: ExpertWeights) -> None:
 def test_a_failed_build_keeps_neither_arena_nor_copies_of_weights(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[weakref.ref] = []
 
-    def fail(built: Built, *_: object) -> None:
+    bind = build_module._bind
+
+    def fail(built: Built, given: ExpertWeights) -> None:
+        bind(built, given)
         kept.extend([weakref.ref(built.arena), weakref.ref(built.weights[0])])
         raise RuntimeError("in the middle")
 
@@ -364,6 +367,42 @@ def test_a_failed_build_keeps_neither_arena_nor_copies_of_weights(weights: Exper
     except RuntimeError:
         assert [reference() for reference in kept] == [None, None], "while the error is still handled"
     assert len(kept) == 2
+
+
+def test_a_layer_that_is_added_runs_like_one_that_was_built_in(weights: ExpertWeights) -> None:
+    """On the same arena, with its own weights, also after another was refused."""
+    other = ExpertWeights.from_bf16(SPEC, *(-part for part in weights.dequantize()))
+    given = batch(3)
+    with MoERuntime(SPEC, layers=[weights, other], buckets=[4], path="psum") as whole, MoERuntime(SPEC, weights, buckets=[4], path="psum") as grown:
+        bytes_before = grown.report().arena_bytes
+        with pytest.raises(WeightsMismatch, match=r"hidden_size.*|format"):
+            grown.add_layer(ExpertWeights.from_bf16(SPEC, *weights.dequantize(), fmt="bf16"))
+        added = grown.add_layer(other)
+        assert grown.layers[-1] is added
+        assert grown.report().layers == 2
+        assert grown.report().arena_bytes == bytes_before
+        for layer in range(2):
+            assert torch.equal(grown.layers[layer](*given), whole.layers[layer](*given))
+        assert not torch.equal(grown.layers[0](*given).clone(), added(*given))
+
+
+def test_a_layer_that_cannot_be_bound_is_not_added(weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MoERuntime(SPEC, weights, buckets=[1, 4]) as rt:
+        want = rt(*batch(3)).clone()
+        calls = iter(range(10))
+
+        def fail_at_the_second_bucket(name: str) -> object:
+            if next(calls) == 1:
+                raise RuntimeError("in the middle")
+            return get_path(name)
+
+        monkeypatch.setattr(build_module, "get_path", fail_at_the_second_bucket)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            rt.add_layer(weights)
+        assert len(rt.layers) == 1
+        assert [len(bucket.bound) for bucket in built_of(rt).buckets.values()] == [1, 1]
+        assert len(built_of(rt).watches) == len(built_of(rt).weights) == 1
+        assert torch.equal(rt(*batch(3)), want)
 
 
 def test_the_warning_repeats_even_if_graphmoe_was_imported_under_other_filters(runtime: MoERuntime) -> None:
