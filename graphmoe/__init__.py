@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 
 from graphmoe import bounds, errors
 from graphmoe.buckets import BucketLadder
+from graphmoe.integrations import register_transformers
 from graphmoe.planner import Plan, plan
 from graphmoe.recipe import Recipe
 from graphmoe.report import RuntimeReport
@@ -33,4 +34,5 @@ __all__ = [
     "model_names",
     "named_spec",
     "plan",
+    "register_transformers",
 ]

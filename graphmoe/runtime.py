@@ -358,6 +358,11 @@ class MoERuntime:
             return recorded(x, topk_ids, topk_weights, out, self._core.number, 0)
         return self._core.call(0, x, topk_ids, topk_weights, out)
 
+    @property
+    def number(self) -> int:
+        """What the op `graphmoe::layer` calls this runtime by, in this process."""
+        return self._core.number
+
     def __repr__(self) -> str:
         state = "closed" if self._core.built is None else f"{len(self.layers)} layer(s), buckets up to {self.plan.ladder.largest}"
         return f"MoERuntime({self.plan.fmt} on {self.device}, {state})"
