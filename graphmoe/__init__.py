@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 
 from graphmoe import bounds, errors
 from graphmoe.buckets import BucketLadder
+from graphmoe.decode import GraphedDecoder, Request
 from graphmoe.integrations import register_transformers
 from graphmoe.planner import Plan, plan
 from graphmoe.recipe import Recipe
@@ -21,11 +22,13 @@ except _PackageNotFoundError:  # running from a source tree that was not install
 __all__ = [
     "BucketLadder",
     "ExpertWeights",
+    "GraphedDecoder",
     "MoELayer",
     "MoERuntime",
     "MoESpec",
     "Plan",
     "Recipe",
+    "Request",
     "RuntimeReport",
     "StaticInputs",
     "__version__",

@@ -47,13 +47,13 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def capture_step(run: Callable[[], None], pool: Any) -> CapturedStep:
-    """Capture `run`, which has been warmed up, on the current (side) stream.
+def capture_step(run: Callable[[], None], pool: Any, *, may_allocate: bool = False) -> CapturedStep:
+    """Capture `run`, which has been warmed up, on the current (side) stream. A whole model's step `may_allocate` from the pool, a layer's does not.
 
     A failure ends the capture and drops the graph; nothing is leaked and the next capture works.
     """
     captured = _capture_once(run, pool)
-    if captured.allocations:  # torch counts every thread's; another thread's do not come again
+    if captured.allocations and not may_allocate:  # torch counts every thread's; another thread's do not come again
         captured.graph.reset()
         captured = _capture_once(run, pool)
     return captured

@@ -44,10 +44,10 @@ class RuntimeReport:
     buckets: tuple[BucketReport, ...]
 
     def __str__(self) -> str:
-        graphs = "graphs emulated" if self.emulated else _count(self.graphs, "graph")
+        graphs = "graphs emulated" if self.emulated else count(self.graphs, "graph")
         title = (
-            f"{_count(self.layers, 'layer')} on {self.device}, {self.fmt}, {self.gemm} GEMM, {graphs}, arena {self.arena_bytes / 2**20:.2f} MiB, "
-            f"{'' if self.emulated else _count(self.capture_allocations, 'allocation') + ' in capture, '}"
+            f"{count(self.layers, 'layer')} on {self.device}, {self.fmt}, {self.gemm} GEMM, {graphs}, arena {self.arena_bytes / 2**20:.2f} MiB, "
+            f"{'' if self.emulated else count(self.capture_allocations, 'allocation') + ' in capture, '}"
             f"built in {self.build_seconds:.2f} s, promise broken: {'yes' if self.promise_broken else 'no'}"
         )
         table = Table(title=title, title_justify="left")
@@ -59,13 +59,19 @@ class RuntimeReport:
             path, size = bucket.recipe.split()[0], f"{bucket.bucket_bytes / 2**20:.2f}"
             table.add_row(str(bucket.tokens), path, str(bucket.rows), size, str(bucket.kernels), *captured)
             reasons.setdefault(f"{bucket.recipe} ({bucket.rule})", []).append(str(bucket.tokens))
-        console = Console(width=min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns)), markup=False, highlight=False)
-        with console.capture() as capture:
-            console.print(table)
-            for reason, sizes in reasons.items():
-                console.print(f"bucket{'' if len(sizes) == 1 else 's'} {', '.join(sizes)}: {reason}")
-        return capture.get()
+        lines = (f"bucket{'' if len(sizes) == 1 else 's'} {', '.join(sizes)}: {reason}" for reason, sizes in reasons.items())
+        return rendered(table, *lines)
 
 
-def _count(number: int, what: str) -> str:
+def rendered(*parts: Table | str) -> str:
+    """Tables and lines as text, as wide as the terminal within limits."""
+    console = Console(width=min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns)), markup=False, highlight=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return capture.get()
+
+
+def count(number: int, what: str) -> str:
+    """ "1 graph", "2 graphs"."""
     return f"{number} {what}{'' if number == 1 else 's'}"

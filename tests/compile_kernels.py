@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from graphmoe.audit.signatures import SIGNATURES
 from graphmoe.kernels.act import _act_kernel
+from graphmoe.kernels.attend import _attend_kernel, _weigh_kernel
 from graphmoe.kernels.combine import _combine_kernel
 from graphmoe.kernels.count import _count_kernel
 from graphmoe.kernels.gather_down import _gather_down_kernel
@@ -127,6 +128,12 @@ def main() -> None:
             assert slots * groups * gemv["ROWS"] * 128 <= 4 * _REGISTERS
             cubin = compile_kernel(_gemv_down_kernel, direct, early=early, ALL_SLOTS=all_slots, SLOTS=slots, DISTINCT=True, **held, **gemv)
             assert "STACK:0 " in resources(cubin), f"direct's sums spill with {slots} slots, {held}: {resources(cubin)}"
+    attended = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | {"positions": "*i64", "partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
+    for group, block, key_dim, value_dim in ((8, 64, 128, 128), (1, 32, 192, 128)):
+        dims = {"KEY_DIM": key_dim, "KEY_COLUMNS": triton.next_power_of_2(key_dim), "VALUE_DIM": value_dim, "VALUE_COLUMNS": value_dim}
+        cubin = compile_kernel(_attend_kernel, attended, GROUP=group, ROWS=16, SPLIT=256, BLOCK=block, **dims)
+        assert "STACK:0 " in resources(cubin), f"attention spills with {dims}: {resources(cubin)}"
+    compile_kernel(_weigh_kernel, attended, SPLITS=16, PIECES=16, VALUE_DIM=128, VALUE_COLUMNS=128)
     print("all kernels compile for sm90")
 
 

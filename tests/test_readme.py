@@ -16,7 +16,7 @@ TEXT = (ROOT / "README.md").read_text()
 def test_the_examples_run(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     names: dict = {}
     for example in examples:
         assert len([line for line in example.splitlines() if line.strip()]) <= 10
@@ -25,7 +25,10 @@ def test_the_examples_run(capsys, tmp_path, monkeypatch) -> None:
     assert y.shape == (3, 256)
     assert y.dtype == torch.bfloat16
     assert bool((y.abs().sum(-1) > 0).all())
-    assert "1 layer on cpu, fp8_block" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 layer on cpu, fp8_block" in printed
+    assert [len(tokens) for tokens in names["out"]] == [16, 16]
+    assert "32 new tokens" in printed
 
     assert names["published"] == MoESpec(128, 8, 2048, 768, num_local_experts=16, expert_offset=48)
     first = names["spec"].shard(ep=2, ep_rank=0)

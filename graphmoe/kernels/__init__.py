@@ -1,6 +1,7 @@
 """The Triton kernels: one op a file, a private kernel and a public launcher that neither allocates nor synchronises (`graphmoe.ops.Ops`)."""
 
 from graphmoe.kernels.act import act
+from graphmoe.kernels.attend import attend
 from graphmoe.kernels.combine import combine
 from graphmoe.kernels.count import count
 from graphmoe.kernels.gather_down import gather_down
@@ -15,6 +16,7 @@ from graphmoe.kernels.stage import stage
 
 __all__ = [
     "act",
+    "attend",
     "combine",
     "count",
     "gather_down",

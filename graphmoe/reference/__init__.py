@@ -1,6 +1,7 @@
 """The meaning of every kernel, in plain torch, under the same names and signatures (`graphmoe.ops.Ops`); runs on any device."""
 
 from graphmoe.reference.act import act
+from graphmoe.reference.attend import attend
 from graphmoe.reference.combine import combine
 from graphmoe.reference.count import count
 from graphmoe.reference.gather_down import gather_down
@@ -18,6 +19,7 @@ from graphmoe.reference.stage import stage
 __all__ = [
     "ROW_ERROR",
     "act",
+    "attend",
     "combine",
     "count",
     "gather_down",

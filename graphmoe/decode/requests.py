@@ -1,0 +1,87 @@
+"""What is asked of a decoder, and what comes back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from graphmoe.errors import CallError, InvalidInput
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence.
+
+    Args:
+        prompt: token ids, at least one.
+        max_new_tokens: at least 1.
+        temperature: 0 is greedy.
+        top_k: sample among so many of the likeliest tokens; 0 means all.
+        top_p: sample among the fewest of the likeliest tokens whose probabilities reach it; in (0, 1], 1 means all.
+        seed: of the random numbers. The draw at a position depends on (seed, sequence, position) alone, whatever else is served.
+        sequence: the sequence's number in that; None: its place among the requests of this call.
+        stop_tokens: tokens that end the sequence (the last of its tokens is one of them then); None: the model's own.
+        on_token: called with each token as soon as the host has it.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    sequence: int | None = None
+    stop_tokens: Sequence[int] | None = None
+    on_token: Callable[[int], object] | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What became of a request.
+
+    Attributes:
+        index: its place among the requests of the call.
+        request: as it was given.
+        tokens: the new tokens.
+        reason: `"stop"`, `"length"`, or `"error"`: it could not be served, or not to its end.
+        error: why not.
+    """
+
+    index: int
+    request: Request
+    tokens: list[int]
+    reason: Literal["stop", "length", "error"]
+    error: CallError | None = None
+
+
+def check(request: Request, vocab_size: int, max_cache_len: int, *, sampling: bool) -> None:
+    """Raises InvalidInput, with the numbers, for a request that cannot be served."""
+    prompt = request.prompt
+    if isinstance(prompt, str) or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        raise InvalidInput(f"a prompt is a list of token ids (ints), not {type(prompt).__name__} {str(prompt)[:40]!r}: run your tokenizer first")
+    if not prompt:
+        raise InvalidInput("a prompt needs at least one token; an empty one can be the model's begin-of-sequence token")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise InvalidInput(f"a prompt's tokens must lie in 0..{vocab_size - 1}, this one's span {min(prompt)}..{max(prompt)}")
+    if request.max_new_tokens < 1:
+        raise InvalidInput(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+    if len(prompt) + request.max_new_tokens > max_cache_len:
+        raise InvalidInput(
+            f"{len(prompt)} prompt tokens + max_new_tokens={request.max_new_tokens} exceed max_cache_len={max_cache_len}: shorten one, or build "
+            "the decoder with a longer cache"
+        )
+    if not 0 <= request.temperature < float("inf"):
+        raise InvalidInput(f"temperature={request.temperature} must be a number of at least 0 (0 is greedy)")
+    if request.top_k < 0:
+        raise InvalidInput(f"top_k={request.top_k} must be at least 0 (0 means all tokens)")
+    if not 0 < request.top_p <= 1:
+        raise InvalidInput(f"top_p={request.top_p} must lie in (0, 1]")
+    if request.temperature and not sampling:
+        raise InvalidInput(f"temperature={request.temperature}, but this decoder was built with sampling=False")
+
+
+def key_of(seed: int, sequence: int) -> int:
+    """Where a sequence's random numbers start: 64 bits of a hash of (seed, sequence), as a signed int."""
+    return int.from_bytes(hashlib.blake2b(f"{seed},{sequence}".encode(), digest_size=8).digest(), "little", signed=True)
