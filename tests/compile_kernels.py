@@ -131,6 +131,8 @@ def main() -> None:
     attended = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | {"positions": "*i64", "partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
     for group, block, key_dim, value_dim in ((8, 64, 128, 128), (1, 32, 192, 128)):
         dims = {"KEY_DIM": key_dim, "KEY_COLUMNS": triton.next_power_of_2(key_dim), "VALUE_DIM": value_dim, "VALUE_COLUMNS": value_dim}
+        dims |= {"Q_ROW": 32 * key_dim, "Q_HEAD": key_dim, "K_ROW": 4 * 4096 * key_dim, "K_HEAD": 4096 * key_dim, "K_POSITION": key_dim}
+        dims |= {"V_ROW": 4 * 4096 * value_dim, "V_HEAD": 4096 * value_dim, "V_POSITION": value_dim}
         cubin = compile_kernel(_attend_kernel, attended, GROUP=group, ROWS=16, SPLIT=256, BLOCK=block, **dims)
         assert "STACK:0 " in resources(cubin), f"attention spills with {dims}: {resources(cubin)}"
     compile_kernel(_weigh_kernel, attended, SPLITS=16, PIECES=16, VALUE_DIM=128, VALUE_COLUMNS=128)

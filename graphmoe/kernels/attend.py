@@ -25,31 +25,32 @@ def splits(length: int) -> int:
 @triton.jit
 def _attend_kernel(
     q, keys, values, positions, partial, lse, scale,
-    q_row, q_head, k_row, k_head, k_position, v_row, v_head, v_position,
+    Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, K_POSITION: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, V_POSITION: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_COLUMNS: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kV_HEAD = tl.program_id(1)
     piece = tl.program_id(2)
     own = tl.arange(0, ROWS)
-    head = kv_head * GROUP + own
+    head = kV_HEAD * GROUP + own
     key_column = tl.arange(0, KEY_COLUMNS)
     value_column = tl.arange(0, VALUE_COLUMNS)
     first = piece * SPLIT
     end = tl.minimum(first + SPLIT, tl.load(positions + row).to(tl.int32) + 1)
     q_inside = (own < GROUP)[:, None] & (key_column < KEY_DIM)[None, :]
-    query = tl.load(q + row * q_row + head[:, None] * q_head + key_column[None, :], mask=q_inside, other=0.0)
+    query = tl.load(q + row * Q_ROW + head[:, None] * Q_HEAD + key_column[None, :], mask=q_inside, other=0.0)
     largest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     result = tl.zeros([ROWS, VALUE_COLUMNS], dtype=tl.float32)
     for start in range(first, end, BLOCK):
         position = start + tl.arange(0, BLOCK)
         inside = position < end
-        k_where = position[None, :] * k_position + key_column[:, None]
-        key = tl.load(keys + row * k_row + kv_head * k_head + k_where, mask=inside[None, :] & (key_column < KEY_DIM)[:, None], other=0.0)
-        v_where = position[:, None] * v_position + value_column[None, :]
-        value = tl.load(values + row * v_row + kv_head * v_head + v_where, mask=inside[:, None] & (value_column < VALUE_DIM)[None, :], other=0.0)
+        k_where = position[None, :] * K_POSITION + key_column[:, None]
+        key = tl.load(keys + row * K_ROW + kV_HEAD * K_HEAD + k_where, mask=inside[None, :] & (key_column < KEY_DIM)[:, None], other=0.0)
+        v_where = position[:, None] * V_POSITION + value_column[None, :]
+        value = tl.load(values + row * V_ROW + kV_HEAD * V_HEAD + v_where, mask=inside[:, None] & (value_column < VALUE_DIM)[None, :], other=0.0)
         score = tl.where(inside[None, :], tl.dot(query, key) * scale, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, axis=1))
         keep = tl.exp2(largest - larger)
@@ -82,16 +83,16 @@ def _weigh_kernel(partial, lse, out, SPLITS: tl.constexpr, PIECES: tl.constexpr,
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, scale: float, partial: Tensor, lse: Tensor, out: Tensor) -> None:
     """Softmax attention of each row's query over its positions `0..positions[b]`. Two launches, no allocation; the last dimensions are dense."""
-    batch, q_heads, key_dim = q.shape
-    kv_heads, value_dim = keys.shape[1], values.shape[3]
-    group, pieces = q_heads // kv_heads, lse.shape[2]
+    batch, Q_HEADs, key_dim = q.shape
+    kV_HEADs, value_dim = keys.shape[1], values.shape[3]
+    group, pieces = Q_HEADs // kV_HEADs, lse.shape[2]
     key_columns, columns = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
-    _attend_kernel[(batch, kv_heads, pieces)](
+    _attend_kernel[(batch, kV_HEADs, pieces)](
         q, keys, values, positions, partial, lse, scale * _LOG2_E,
-        q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3],
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), KEY_DIM=key_dim, KEY_COLUMNS=key_columns,
         VALUE_DIM=value_dim, VALUE_COLUMNS=columns, SPLIT=SPLIT, BLOCK=64 if key_columns <= 128 else 32, num_warps=4, num_stages=2,
     )  # fmt: skip
-    _weigh_kernel[(batch * q_heads,)](
+    _weigh_kernel[(batch * Q_HEADs,)](
         partial, lse, out, SPLITS=pieces, PIECES=triton.next_power_of_2(pieces), VALUE_DIM=value_dim, VALUE_COLUMNS=columns, num_warps=4
     )
