@@ -31,10 +31,10 @@ def _attend_kernel(
     VALUE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    kV_HEAD = tl.program_id(1)
+    kv_head = tl.program_id(1)
     piece = tl.program_id(2)
     own = tl.arange(0, ROWS)
-    head = kV_HEAD * GROUP + own
+    head = kv_head * GROUP + own
     key_column = tl.arange(0, KEY_COLUMNS)
     value_column = tl.arange(0, VALUE_COLUMNS)
     first = piece * SPLIT
@@ -48,9 +48,9 @@ def _attend_kernel(
         position = start + tl.arange(0, BLOCK)
         inside = position < end
         k_where = position[None, :] * K_POSITION + key_column[:, None]
-        key = tl.load(keys + row * K_ROW + kV_HEAD * K_HEAD + k_where, mask=inside[None, :] & (key_column < KEY_DIM)[:, None], other=0.0)
+        key = tl.load(keys + row * K_ROW + kv_head * K_HEAD + k_where, mask=inside[None, :] & (key_column < KEY_DIM)[:, None], other=0.0)
         v_where = position[:, None] * V_POSITION + value_column[None, :]
-        value = tl.load(values + row * V_ROW + kV_HEAD * V_HEAD + v_where, mask=inside[:, None] & (value_column < VALUE_DIM)[None, :], other=0.0)
+        value = tl.load(values + row * V_ROW + kv_head * V_HEAD + v_where, mask=inside[:, None] & (value_column < VALUE_DIM)[None, :], other=0.0)
         score = tl.where(inside[None, :], tl.dot(query, key) * scale, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, axis=1))
         keep = tl.exp2(largest - larger)
@@ -84,10 +84,10 @@ def _weigh_kernel(partial, lse, out, SPLITS: tl.constexpr, PIECES: tl.constexpr,
 def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, scale: float, partial: Tensor, lse: Tensor, out: Tensor) -> None:
     """Softmax attention of each row's query over its positions `0..positions[b]`. Two launches, no allocation; the last dimensions are dense."""
     batch, Q_HEADs, key_dim = q.shape
-    kV_HEADs, value_dim = keys.shape[1], values.shape[3]
-    group, pieces = Q_HEADs // kV_HEADs, lse.shape[2]
+    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    group, pieces = Q_HEADs // kv_heads, lse.shape[2]
     key_columns, columns = max(16, triton.next_power_of_2(key_dim)), max(16, triton.next_power_of_2(value_dim))
-    _attend_kernel[(batch, kV_HEADs, pieces)](
+    _attend_kernel[(batch, kv_heads, pieces)](
         q, keys, values, positions, partial, lse, scale * _LOG2_E,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), KEY_DIM=key_dim, KEY_COLUMNS=key_columns,
