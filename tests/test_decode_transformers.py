@@ -12,7 +12,7 @@ import torch
 
 import graphmoe
 from graphmoe import GraphedDecoder, Request
-from graphmoe.errors import InvalidInput
+from graphmoe.errors import InvalidInput, WeightsMismatch
 from graphmoe.integrations.transformers import quantize_experts
 from tests.tiny_models import SUPPORTED, clear_prompts, tiny_model
 
@@ -161,3 +161,19 @@ def test_the_stop_token_of_the_model_ends_a_sequence() -> None:
     model.generation_config.eos_token_id = [answer[4], 31]
     stopped = decoder(model).generate([[1, 2, 3]], 12)[0]
     assert stopped == answer[: min(answer.index(token) for token in (answer[4], 31) if token in answer) + 1]
+
+
+def test_weights_may_change_in_place_but_not_move() -> None:
+    model = tiny_model("Qwen3Moe", experts="graphmoe")
+    served = decoder(model)
+    before = served.generate([[1, 2, 3]], 12)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(-1.5)
+        model.model.layers[1].mlp.experts.down_proj.mul_(3.0)
+    changed = served.generate([[1, 2, 3]], 12)
+    assert changed != before
+    assert changed == decoder(model).generate([[1, 2, 3]], 12)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    with pytest.raises(WeightsMismatch, match=r"lm_head.weight\): build a new decoder"):
+        served.generate([[1, 2, 3]], 12)
+    assert decoder(model).generate([[1, 2, 3]], 12) == changed

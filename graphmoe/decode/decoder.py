@@ -167,11 +167,13 @@ class GraphedDecoder:
 
         Raises:
             CallError: another `serve` or `generate` of this decoder has not ended.
+            WeightsMismatch: the model's weights were replaced or moved.
         """
         if self._closed:
             raise RuntimeClosed("this decoder was closed; build a new one")
         if self._serving:
             raise CallError("this decoder is serving already: finish or close that iterator first, or put the requests into it")
+        self._model.check_weights()
         return self._serve(iter(requests))
 
     def _serve(self, requests: Iterator[Request | None]) -> Iterator[Finished]:

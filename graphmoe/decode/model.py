@@ -61,6 +61,10 @@ class DecodeModel(Protocol):
         """Fill one row's keys and values from position `first` on. `tokens` int64 `[C]` is padded; only its first `count` tokens matter."""
         ...
 
+    def check_weights(self) -> None:
+        """Raises WeightsMismatch: weights are no longer where they were when steps were captured. Asked whenever serving starts."""
+        ...
+
     @property
     def arena_bytes(self) -> int:
         """Device memory that its experts' runtimes have planned."""

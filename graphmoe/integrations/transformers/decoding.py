@@ -16,7 +16,7 @@ from graphmoe.buckets import BucketLadder
 from graphmoe.decode.attention import attend
 from graphmoe.decode.kv import KVCache
 from graphmoe.decode.model import DecodeModel, LayerKV
-from graphmoe.errors import InvalidInput
+from graphmoe.errors import InvalidInput, WeightsMismatch
 from graphmoe.integrations.transformers.experts import is_experts, live_tokens, runtimes_of, use_buckets
 from graphmoe.integrations.transformers.judging import why_not
 
@@ -45,8 +45,8 @@ class TransformersModel:
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         stop = getattr(model.generation_config, "eos_token_id", None)
         self.stop_tokens = frozenset(stop if isinstance(stop, (list, tuple)) else () if stop is None else (stop,))
-        weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-        self.nbytes = sum(weights.values())
+        self._places = _places(model)
+        self.nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())
         use_buckets(model.config, BucketLadder(token_counts, "chunk"))
         probe = _Probe()
         self._run(torch.zeros(1, 1, dtype=torch.int64, device=self.device), torch.zeros(1, 1, dtype=torch.int64, device=self.device), probe)
@@ -58,6 +58,15 @@ class TransformersModel:
         self._runtimes = runtimes_of(model.config)  # captured steps run on their arenas, even when the model has moved to others
         self.kv_layers: Sequence[LayerKV] = [probe.layers[layer] for layer in sorted(probe.layers)]
         self.kv_dtype = probe.dtype
+
+    def check_weights(self) -> None:
+        now = _places(self._model)
+        moved = sorted(name for name in now.keys() | self._places.keys() if now.get(name) != self._places.get(name))
+        if moved:
+            raise WeightsMismatch(
+                f"{len(moved)} weights were replaced or moved since the decoder captured its steps ({moved[0]}): build a new decoder. Values may be "
+                "changed in place"
+            )
 
     @property
     def arena_bytes(self) -> int:
@@ -147,6 +156,11 @@ class _Prefill(_View):
         steps = torch.arange(keys.shape[2], device=query.device)
         seen = steps <= steps[self.first :, None]
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+
+
+def _places(model: Any) -> dict[str, int]:
+    """The address of every weight."""
+    return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 _view: _View | None = None
