@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from graphmoe.errors import InvalidInput
@@ -36,3 +38,10 @@ def arch_of(device: torch.device) -> str:
         return "cpu"
     major, _ = torch.cuda.get_device_capability(device)
     return f"sm{major}0"
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one."""
+    if device.type == "cpu" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from graphmoe.audit import Audit, Region
 from graphmoe.buckets import BucketLadder, Overflow
 from graphmoe.build import Bucket, Built, StaticInputs, add_layer, build
 from graphmoe.call import check_call, refuse_lent_memory, refuse_shifted_overlap
-from graphmoe.device import arch_of, resolve_device
+from graphmoe.device import arch_of, device_guard, resolve_device
 from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.op import recorded, register
 from graphmoe.planner import Plan, plan
@@ -111,7 +111,7 @@ class _Core:
                 raise CallError("rebind() was called from inside a call of the same runtime; call it when the call is done")
             if self._last_use is not None:
                 torch.cuda.synchronize(self.device)
-            with torch.inference_mode(False), torch.no_grad(), _on(self.device):
+            with torch.inference_mode(False), torch.no_grad(), device_guard(self.device):
                 self.built = build(self.plan, weights, self.device, progress=False, capture=old.captures, audit=old.audited, over=old)
             self._streams.clear()  # new weights are to be kept for every stream, too
             old.release()
@@ -185,7 +185,7 @@ class _Core:
                 yield False
                 raised = flag.poll()
             else:
-                with _on(self.device):
+                with device_guard(self.device):
                     if torch.cuda.is_current_stream_capturing():
                         yield False
                     else:
@@ -202,7 +202,7 @@ class _Core:
         if self._last_use is None:
             yield
             return
-        with _on(self.device):
+        with device_guard(self.device):
             if torch.cuda.is_current_stream_capturing():
                 raise CallError(f"{what} outside of graphs only: the current stream captures one")
             with self._in_order(self._last_use):
@@ -321,7 +321,7 @@ class MoERuntime:
             profile=profile_for(profile, spec, fmt, device_name),
         )
         started = time.perf_counter()
-        with torch.inference_mode(False), torch.no_grad(), _on(self.device):
+        with torch.inference_mode(False), torch.no_grad(), device_guard(self.device):
             built = build(self.plan, all_weights, self.device, progress=progress, capture=capture, audit=audit)
         self._build_seconds = time.perf_counter() - started
         self._core = _Core(spec, built)
@@ -420,7 +420,7 @@ class MoERuntime:
         Raises:
             CaptureError: the driver does not give a graph back.
         """
-        with self._core.opened() as built, _on(self.device):
+        with self._core.opened() as built, device_guard(self.device):
             return built.audit()
 
     def regions(self, layer: int, bucket: int) -> list[Region]:
@@ -488,13 +488,6 @@ class MoERuntime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one."""
-    if device.type == "cpu" or torch.cuda.current_device() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def _layers_of(spec: MoESpec, weights: ExpertWeights | None, layers: Sequence[ExpertWeights] | None) -> list[ExpertWeights]:

@@ -195,6 +195,13 @@ def test_a_loop_that_is_left_early_leaves_a_decoder_that_works() -> None:
         served.generate([[1]], 1)
 
 
+def test_the_inference_mode_of_the_caller_does_not_matter() -> None:
+    with torch.inference_mode():
+        served = decoder()
+        inside = served.generate([[1], [2, 3]], 9)
+    assert inside == served.generate([[1], [2, 3]], 9) == [recalled([1], 9), recalled([2, 3], 9)]
+
+
 def test_impossible_decoders_are_refused() -> None:
     for wrong, words in (({"length": 1}, "max_cache_len=1"), ({"prefill_chunk": 0}, "prefill_chunk=0"), ({"model": object()}, "object")):
         with pytest.raises(InvalidInput, match=words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from graphmoe.decode.model import adapt
 from graphmoe.decode.report import DecoderReport, StepReport
 from graphmoe.decode.requests import Finished, Request, check, key_of
 from graphmoe.decode.steps import State, build_steps
+from graphmoe.device import device_guard
 from graphmoe.errors import CallError, InvalidInput, RuntimeClosed
 
 _SMALLEST_CHUNK = 16
@@ -99,18 +101,20 @@ class GraphedDecoder:
         self.max_cache_len, self.batch_invariant, self.sampling, self.captured = max_cache_len, batch_invariant, sampling, capture
         chunk = min(prefill_chunk, max_cache_len)
         self._chunks = [*(size for size in (1 << power for power in range(31)) if _SMALLEST_CHUNK <= size < chunk), chunk]
-        self._model = adapt(model, sorted({*self.ladder.sizes, *self._chunks}))
+        with torch.inference_mode(False), torch.no_grad():
+            self._model = adapt(model, sorted({*self.ladder.sizes, *self._chunks}))
         self.device = self._model.device
-        shapes = [((kv.key_heads, kv.key_dim), (kv.value_heads, kv.value_dim)) for kv in self._model.kv_layers]
-        rows = -(-max_cache_len // chunk) * chunk  # the last chunk of a prompt is padded
-        self._cache = KVCache(shapes, self.ladder.largest, rows, self._model.kv_dtype, self.device)
-        logits = torch.zeros(self.ladder.largest, self._model.vocab_size, device=self.device) if keep_logits else None
-        self._state = State(self.ladder.largest, self.device, logits)
-        self.logits = logits
-        self._steps = build_steps(self._model, self._state, self._cache, self.ladder, sampling=sampling, capture=capture, progress=progress)
+        with _computing(self.device):
+            shapes = [((kv.key_heads, kv.key_dim), (kv.value_heads, kv.value_dim)) for kv in self._model.kv_layers]
+            rows = -(-max_cache_len // chunk) * chunk  # the last chunk of a prompt is padded
+            self._cache = KVCache(shapes, self.ladder.largest, rows, self._model.kv_dtype, self.device)
+            logits = torch.zeros(self.ladder.largest, self._model.vocab_size, device=self.device) if keep_logits else None
+            self._state = State(self.ladder.largest, self.device, logits)
+            self.logits = logits
+            self._steps = build_steps(self._model, self._state, self._cache, self.ladder, sampling=sampling, capture=capture, progress=progress)
+            self._results = [torch.zeros(self.ladder.largest, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(3)]
         self._rows: list[_Sequence | None] = [None] * self.ladder.largest
         self._serving = self._closed = False
-        self._results = [torch.zeros(self.ladder.largest, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(3)]
         self._launches = 0
         self._counts = {"tokens": 0, "steps": 0, "rows": 0, "moves": 0, "prompt_tokens": 0}
         self._seconds = {"build": time.perf_counter() - started, "serve": 0.0, "prefill": 0.0}
@@ -192,12 +196,14 @@ class GraphedDecoder:
                         break
                     if request is None:
                         break
-                    refused = self._admit(index, request)
+                    with _computing(self.device):
+                        refused = self._admit(index, request)
                     index += 1
                     if refused is not None:
                         yield refused
                 if any(self._rows):
-                    under_way.append(self._launch())
+                    with _computing(self.device):
+                        under_way.append(self._launch())
                 # one step stays on its way while the host looks at the one before
                 while under_way and (len(under_way) > 1 or not any(self._rows)):
                     for finished in self._collect(under_way.popleft()):
@@ -206,7 +212,8 @@ class GraphedDecoder:
                         idle += time.perf_counter() - paused
         finally:
             self._rows = [None] * self.ladder.largest
-            self._state.live.zero_()
+            with _computing(self.device):
+                self._state.live.zero_()
             self._seconds["serve"] += time.perf_counter() - started - idle
             self._serving = False
 
@@ -307,7 +314,8 @@ class GraphedDecoder:
         """Its row is free, from the next step on."""
         if self._rows[sequence.row] is sequence:
             self._rows[sequence.row] = None
-            self._state.live[sequence.row].fill_(False)
+            with _computing(self.device):
+                self._state.live[sequence.row].fill_(False)
 
     def _collect(self, launched: _Launched) -> Iterator[Finished]:
         """Hand a step's tokens to its sequences; those that ended with it."""
@@ -340,6 +348,13 @@ class GraphedDecoder:
         elif len(sequence.tokens) == request.max_new_tokens:
             reason = "length"
         return None if reason is None else Finished(sequence.index, request, sequence.tokens, reason)
+
+
+@contextmanager
+def _computing(device: torch.device) -> Iterator[None]:
+    """The device is current, and tensors are plain ones whatever mode the caller is in. Never around a `yield` to the caller."""
+    with torch.inference_mode(False), torch.no_grad(), device_guard(device):
+        yield
 
 
 @dataclass(frozen=True)

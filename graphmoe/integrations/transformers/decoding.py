@@ -16,6 +16,7 @@ from graphmoe.buckets import BucketLadder
 from graphmoe.decode.attention import attend
 from graphmoe.decode.kv import KVCache
 from graphmoe.decode.model import DecodeModel, LayerKV
+from graphmoe.device import device_guard
 from graphmoe.errors import InvalidInput, WeightsMismatch
 from graphmoe.integrations.transformers.experts import is_experts, live_tokens, runtimes_of, use_buckets
 from graphmoe.integrations.transformers.judging import why_not
@@ -87,7 +88,7 @@ class TransformersModel:
 
     def _run(self, tokens: Tensor, positions: Tensor, view: _View) -> Tensor:
         """Logits `[B, V]` of the last token."""
-        with torch.no_grad(), _attending(self._model.config, view):
+        with torch.no_grad(), device_guard(self.device), _attending(self._model.config, view):
             said = self._model(input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=1, **{self._argument: view})
         return said.logits[:, -1]
 
