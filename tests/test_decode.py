@@ -143,6 +143,14 @@ def test_tokens_are_streamed_as_they_come() -> None:
         (Request([1], 2, temperature=-1.0), "temperature=-1.0"),
         (Request([1], 2, temperature=float("nan")), "temperature=nan"),
         (Request([1], 2, top_k=-1), "top_k=-1"),
+        (Request([1], 2.0), "max_new_tokens=2.0"),  # type: ignore[arg-type]
+        (Request([1], 2, temperature="hot"), "temperature='hot'"),  # type: ignore[arg-type]
+        (Request([1], 2, seed=None), "seed=None"),  # type: ignore[arg-type]
+        (Request([1], 2, sequence="a"), "sequence='a'"),  # type: ignore[arg-type]
+        (Request([1], 2, stop_tokens=3), "stop_tokens=3"),  # type: ignore[arg-type]
+        (Request([1], 2, on_token=3), "on_token=3"),  # type: ignore[arg-type]
+        (Request(torch.tensor([1, 2]), 2), "tolist"),  # type: ignore[arg-type]
+        ([1, 2], "graphmoe.Request, not a list"),
         (Request([1], 2, top_p=0.0), "top_p=0.0"),
     ],
 )
@@ -186,6 +194,8 @@ def test_a_loop_that_is_left_early_leaves_a_decoder_that_works() -> None:
     assert next(first).index == 0
     with pytest.raises(CallError, match="serving already"):
         served.serve([])
+    with pytest.raises(CallError, match="serving"):
+        served.close()
     first.close()
     with pytest.raises(ZeroDivisionError):
         served.generate([[1], [2]], 9, on_token=lambda index, token: 1 // 0)
@@ -253,6 +263,21 @@ def test_a_draw_is_among_the_likeliest_and_depends_on_its_row_alone(seed: int, r
         allowed = int((kept.cumsum(0) - kept < top_p - 1e-6).sum())
         allowed += int((kept.cumsum(0)[allowed - 1] - top_p).abs() < 1e-5)  # a tie with top_p may round either way
         assert drawn[row] in chances.indices[:allowed].tolist()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-45, 1.0), (1e-30, 0.5), (1.0, 1e-30), (3e38, 1e-12), (1e-6, 1e-12)])
+def test_settings_at_their_ends_take_the_likeliest(temperature: float, top_p: float) -> None:
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 100
+    one, place = torch.ones(64), torch.arange(64)
+    drawn = sample(logits, one * temperature, place * 0, one * top_p, place * 77, place)
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_prompt_list_may_be_any_iterable_and_a_request_comes_back_as_it_was() -> None:
+    assert decoder().generate((prompt for prompt in ([1], [2])), 3) == [recalled([1], 3), recalled([2], 3)]  # type: ignore[arg-type]
+    request = Request([1, 2], 3, top_k=2**80, temperature=1.0)
+    (finished,) = decoder().serve([request])
+    assert finished.request is request
 
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:

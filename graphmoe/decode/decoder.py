@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ class _Sequence:
     index: int
     request: Request
     stop_tokens: frozenset[int]
+    prompt_length: int
     row: int
     launched: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -39,7 +40,7 @@ class _Sequence:
     @property
     def length(self) -> int:
         """Positions of its row in use."""
-        return len(self.request.prompt) - 1 + self.launched
+        return self.prompt_length - 1 + self.launched
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,14 @@ class GraphedDecoder:
             InvalidInput: a prompt or setting that cannot be served; nothing has run then.
             CallError: a sequence's logits were not finite.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+        given = list(prompts)
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in given):
             raise InvalidInput("prompts is a list of prompts, each a list of token ids")
         requests = [
             Request(
                 prompt, max_new_tokens, temperature, top_k, top_p, seed, index, stop_tokens, None if on_token is None else _Numbered(on_token, index)
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(given)
         ]
         for request in requests:
             check(request, self._model.vocab_size, self.max_cache_len, sampling=self.sampling)
@@ -242,7 +244,13 @@ class GraphedDecoder:
         )
 
     def close(self) -> None:
-        """Let go of graphs and cache. Serving afterwards raises RuntimeClosed."""
+        """Let go of graphs and cache. Serving afterwards raises RuntimeClosed.
+
+        Raises:
+            CallError: something is being served.
+        """
+        if self._serving:
+            raise CallError("this decoder is serving: finish or close that iterator first")
         self._closed = True
         self._steps.clear()
         self._cache.keys.clear()
@@ -268,11 +276,19 @@ class GraphedDecoder:
             padded = torch.tensor(piece + [0] * (size - len(piece)), dtype=torch.int64).to(self.device)
             self._model.prefill(padded, first, len(piece), row, self._cache)
         sequence = index if request.sequence is None else request.sequence
-        values = (prompt[-1], len(prompt) - 1, True, request.temperature, request.top_k, request.top_p, key_of(request.seed, sequence))
+        values = (
+            prompt[-1],
+            len(prompt) - 1,
+            True,
+            request.temperature,
+            min(request.top_k, self._model.vocab_size),
+            request.top_p,
+            key_of(request.seed, sequence),
+        )
         for entry, value in zip(self._state.per_row(), values, strict=True):
             entry[row].fill_(value)
         stop_tokens = self._model.stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)
-        self._rows[row] = _Sequence(index, replace(request, prompt=prompt), stop_tokens, row)
+        self._rows[row] = _Sequence(index, request, stop_tokens, len(prompt), row)
         self._counts["prompt_tokens"] += len(prompt)
         self._seconds["prefill"] += time.perf_counter() - started
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ class Request:
         seed: of the random numbers. The draw at a position depends on (seed, sequence, position) alone, whatever else is served.
         sequence: the sequence's number in that; None: its place among the requests of this call.
         stop_tokens: tokens that end the sequence (the last of its tokens is one of them then); None: the model's own.
-        on_token: called with each token as soon as the host has it.
+        on_token: called with each token as soon as the host has it. What it raises ends the whole call, not this request alone.
     """
 
     prompt: Sequence[int]
@@ -58,9 +58,27 @@ class Finished:
 
 def check(request: Request, vocab_size: int, max_cache_len: int, *, sampling: bool) -> None:
     """Raises InvalidInput, with the numbers, for a request that cannot be served."""
+    if not isinstance(request, Request):
+        raise InvalidInput(f"a request is a graphmoe.Request, not a {type(request).__name__}")
     prompt = request.prompt
-    if isinstance(prompt, str) or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-        raise InvalidInput(f"a prompt is a list of token ids (ints), not {type(prompt).__name__} {str(prompt)[:40]!r}: run your tokenizer first")
+    if isinstance(prompt, str) or not _are_ints(prompt):
+        raise InvalidInput(
+            f"a prompt is a list of token ids (ints), not {type(prompt).__name__} {str(prompt)[:40]!r}: run your tokenizer first, and call .tolist() on "
+            "a tensor"
+        )
+    whole = {"max_new_tokens": request.max_new_tokens, "top_k": request.top_k, "seed": request.seed}
+    for name, value in whole.items():
+        if not _are_ints([value]):
+            raise InvalidInput(f"{name}={value!r} must be an int")
+    for name, number in (("temperature", request.temperature), ("top_p", request.top_p)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise InvalidInput(f"{name}={number!r} must be a number")
+    if not (request.sequence is None or _are_ints([request.sequence])):
+        raise InvalidInput(f"sequence={request.sequence!r} must be an int or None")
+    if not (request.stop_tokens is None or _are_ints(request.stop_tokens)):
+        raise InvalidInput(f"stop_tokens={request.stop_tokens!r} must be a list of token ids or None")
+    if not (request.on_token is None or callable(request.on_token)):
+        raise InvalidInput(f"on_token={request.on_token!r} must be callable with a token")
     if not prompt:
         raise InvalidInput("a prompt needs at least one token; an empty one can be the model's begin-of-sequence token")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -80,6 +98,10 @@ def check(request: Request, vocab_size: int, max_cache_len: int, *, sampling: bo
         raise InvalidInput(f"top_p={request.top_p} must lie in (0, 1]")
     if request.temperature and not sampling:
         raise InvalidInput(f"temperature={request.temperature}, but this decoder was built with sampling=False")
+
+
+def _are_ints(values: object) -> bool:
+    return isinstance(values, Iterable) and all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 
 def key_of(seed: int, sequence: int) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _ONE = 1 << 38  # a probability of 1 in fixed point: sums are exact, and times a 24-bit number they fit 64 bits
+_COLDEST = 1e-6  # below it the likeliest token has it all anyway, and a division could overflow
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the constants of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
 _MIX = (-4658895280553007687, -7723592293110705685)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -33,13 +34,13 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ke
         int64 `[B]`; -1 where a logit is NaN or the largest is infinite.
     """
     likeliest = greedy(logits)
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    values, order = scaled.sort(stable=True, dim=-1, descending=True)
+    values, order = logits.float().sort(stable=True, dim=-1, descending=True)
+    values = (values - values[:, :1]) / torch.where(temperature > 0, temperature.clamp(min=_COLDEST), 1.0)[:, None]
     ranks = torch.arange(values.shape[-1], device=values.device)
     values = values.masked_fill((ranks >= top_k[:, None]) & (top_k > 0)[:, None], float("-inf"))
     share = (values.softmax(-1).nan_to_num(0.0) * _ONE).long()
     before = share.cumsum(-1) - share
-    dropped = (before >= (top_p.double() * _ONE).long()[:, None]) & (top_p < 1)[:, None]
+    dropped = (before >= (top_p.double() * _ONE).long()[:, None]) & (top_p < 1)[:, None] & (ranks > 0)
     reached = share.masked_fill(dropped, 0).cumsum(-1)
     threshold = (uniform24(key, positions)[:, None] * reached[:, -1:]) >> 24
     rank = (reached <= threshold).sum(-1, keepdim=True).clamp_(max=values.shape[-1] - 1)
