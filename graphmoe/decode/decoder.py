@@ -276,15 +276,8 @@ class GraphedDecoder:
             padded = torch.tensor(piece + [0] * (size - len(piece)), dtype=torch.int64).to(self.device)
             self._model.prefill(padded, first, len(piece), row, self._cache)
         sequence = index if request.sequence is None else request.sequence
-        values = (
-            prompt[-1],
-            len(prompt) - 1,
-            True,
-            request.temperature,
-            min(request.top_k, self._model.vocab_size),
-            request.top_p,
-            key_of(request.seed, sequence),
-        )
+        key, top_k = key_of(request.seed, sequence), min(request.top_k, self._model.vocab_size)
+        values = (prompt[-1], len(prompt) - 1, True, request.temperature, top_k, request.top_p, key)
         for entry, value in zip(self._state.per_row(), values, strict=True):
             entry[row].fill_(value)
         stop_tokens = self._model.stop_tokens if request.stop_tokens is None else frozenset(request.stop_tokens)

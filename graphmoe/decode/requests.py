@@ -63,8 +63,8 @@ def check(request: Request, vocab_size: int, max_cache_len: int, *, sampling: bo
     prompt = request.prompt
     if isinstance(prompt, str) or not _are_ints(prompt):
         raise InvalidInput(
-            f"a prompt is a list of token ids (ints), not {type(prompt).__name__} {str(prompt)[:40]!r}: run your tokenizer first, and call .tolist() on "
-            "a tensor"
+            f"a prompt is a list of token ids (ints), not {type(prompt).__name__} {str(prompt)[:40]!r}: run your tokenizer first, "
+            "and call .tolist() on a tensor"
         )
     whole = {"max_new_tokens": request.max_new_tokens, "top_k": request.top_k, "seed": request.seed}
     for name, value in whole.items():
