@@ -81,29 +81,6 @@ class Ops(Protocol):
         self, x: Tensor, topk_ids: Tensor, w13: Tensor, w13_scales: Tensor | None, *, block_rows: int, step: int, stages: int, warps: int, act: Tensor
     ) -> None: ...
 
-    def mma_up(
-        self, x: Tensor, topk_ids: Tensor, w13: Tensor, w13_scales: Tensor | None, *, block_rows: int, step: int, stages: int, warps: int, act: Tensor
-    ) -> None: ...
-
-    def mma_down(
-        self,
-        act: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w2: Tensor,
-        w2_scales: Tensor | None,
-        *,
-        scale: float,
-        distinct: bool,
-        block_rows: int,
-        step: int,
-        slots: int,
-        stages: int,
-        warps: int,
-        out: Tensor,
-        flags: Tensor,
-    ) -> None: ...
-
     def gemv_down(
         self,
         act: Tensor,

@@ -21,7 +21,7 @@ from graphmoe.samples import unwritten_weights
 from graphmoe.spec import MoESpec
 from graphmoe.trial import Bench, Trial
 
-_GEMV_TOKENS, _DIRECT_TOKENS, _GROUPED_TOKENS = 2, 8, 8
+_DIRECT_TOKENS, _GROUPED_TOKENS = 8, 8
 _GATHERED_ROWS = 64
 _WORTH = 1.15
 """A path whose plain recipe is slower than the best one's by more than this is not refined: options rarely gain as much."""
@@ -48,42 +48,22 @@ _GATHERED_DOWN: tuple[Options, ...] = (
     {"down_rows": 64, "down_stages": 4},
 )
 _DIRECT_UP: tuple[Options, ...] = (
-    {"up_rows": 4, "up_step": 1024, "up_stages": 3},
     {"up_rows": 2, "up_step": 512, "up_stages": 1},
     {"up_rows": 2, "up_step": 2048, "up_stages": 3},
     {"up_rows": 1, "up_step": 1024, "up_stages": 1},
+    {"up_rows": 4, "up_step": 1024, "up_stages": 3},
     {"up_rows": 8, "up_step": 512, "up_stages": 3},
     {"up_rows": 8, "up_step": 1024, "up_stages": 3},
-    {"up_mma": 1, "up_rows": 16, "up_step": 512, "up_stages": 3},
-    {"up_mma": 1, "up_rows": 16, "up_step": 512, "up_stages": 6},
-    {"up_mma": 1, "up_rows": 16, "up_step": 1024, "up_stages": 2},
-    {"up_mma": 1, "up_rows": 16, "up_step": 1024, "up_stages": 4},
-    {"up_mma": 1, "up_rows": 16, "up_step": 1024, "up_stages": 3, "up_warps": 8},
-    {"up_mma": 1, "up_rows": 32, "up_step": 512, "up_stages": 2},
-    {"up_mma": 1, "up_rows": 32, "up_step": 512, "up_stages": 4},
-    {"up_mma": 1, "up_rows": 32, "up_step": 1024, "up_stages": 2, "up_warps": 8},
-    {"up_mma": 1, "up_rows": 64, "up_step": 512, "up_stages": 2},
 )
 _DIRECT_DOWN: tuple[Options, ...] = (
-    {"down_rows": 8, "down_step": 256, "down_slots": 0},
-    {"down_rows": 8, "down_step": 2048, "down_slots": 1},
-    {"down_rows": 16, "down_step": 128, "down_slots": 0},
-    {"down_rows": 8, "down_step": 128, "down_slots": 0},
+    {"down_rows": 8, "down_step": 256, "down_slots": 0, "down_warps": 4},
+    {"down_rows": 16, "down_step": 128, "down_slots": 0, "down_warps": 4},
+    {"down_rows": 8, "down_step": 128, "down_slots": 0, "down_warps": 4},
     {"down_rows": 16, "down_step": 128, "down_slots": 0, "down_warps": 8},
-    {"down_rows": 16, "down_step": 1024, "down_slots": 1},
-    {"down_mma": 1, "down_rows": 16, "down_step": 1024, "down_slots": 0, "down_stages": 3},
-    {"down_mma": 1, "down_rows": 16, "down_step": 512, "down_slots": 1, "down_stages": 3},
-    {"down_mma": 1, "down_rows": 16, "down_step": 1024, "down_slots": 0, "down_stages": 2},
-    {"down_mma": 1, "down_rows": 16, "down_step": 1024, "down_slots": 0, "down_stages": 6},
-    {"down_mma": 1, "down_rows": 16, "down_step": 1024, "down_slots": 0, "down_stages": 3, "down_warps": 8},
-    {"down_mma": 1, "down_rows": 32, "down_step": 1024, "down_slots": 0, "down_stages": 2},
-    {"down_mma": 1, "down_rows": 32, "down_step": 1024, "down_slots": 0, "down_stages": 3, "down_warps": 8},
-    {"down_mma": 1, "down_rows": 16, "down_step": 512, "down_slots": 4, "down_stages": 4},
-    {"down_mma": 1, "down_rows": 16, "down_step": 1024, "down_slots": 1, "down_stages": 3},
-    {"down_mma": 1, "down_rows": 32, "down_step": 512, "down_slots": 1, "down_stages": 3},
-    {"down_mma": 1, "down_rows": 32, "down_step": 1024, "down_slots": 1, "down_stages": 2, "down_warps": 8},
+    {"down_rows": 8, "down_step": 2048, "down_slots": 1, "down_warps": 4},
+    {"down_rows": 16, "down_step": 1024, "down_slots": 1, "down_warps": 4},
 )
-_STEPS = {"gathered": {"up_": _GATHERED_UP, "down_": _GATHERED_DOWN}, "direct": {"up_": _DIRECT_UP, "down_": _DIRECT_DOWN}}
+_STEPS = {"gathered": (_GATHERED_UP, _GATHERED_DOWN), "direct": (_DIRECT_UP, _DIRECT_DOWN)}
 
 
 def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
@@ -91,9 +71,7 @@ def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
     rows = tokens * spec.top_k / spec.num_experts  # that an expert gets on average
     points = []
     if tokens <= _DIRECT_TOKENS:
-        form = 6 if tokens > _GEMV_TOKENS else 0
-        rank = int(spec.num_local_experts < spec.num_experts)
-        points.append(Recipe("direct", **_DIRECT_UP[form], **_DIRECT_DOWN[form + rank]))
+        points.append(Recipe("direct", **_DIRECT_UP[3], **_DIRECT_DOWN[0 if spec.num_experts == spec.num_local_experts else 4]))
     if rows <= _GATHERED_ROWS:
         tiles = [tile for tile, least, most in ((16, 0, 24), (32, 6, 48), (64, 24, _GATHERED_ROWS)) if least <= rows <= most]
         points += [Recipe("gathered", tile=tile, **_GATHERED_UP[0], **_GATHERED_DOWN[0]) for tile in tiles]
@@ -106,12 +84,11 @@ def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
 
 def neighbours(recipe: Recipe) -> Iterator[list[Recipe]]:
     """For each independent half of a path's options: the recipe with every choice of that half that the path takes."""
-    for prefix, choices in _STEPS.get(recipe.path, {}).items():
-        others = {name: value for name, value in recipe.options if not name.startswith(prefix)}
+    for choices in _STEPS.get(recipe.path, ()):
         taken = []
         for choice in choices:
             with suppress(UnknownRecipe):  # more than an SM holds, with the other options
-                taken.append(filled(Recipe(recipe.path, **others, **choice)))
+                taken.append(filled(Recipe(recipe.path, **{**dict(recipe.options), **choice})))
         yield taken
 
 

@@ -28,8 +28,6 @@ RECIPES = (
     Recipe("gathered", tile=32, up_rows=64, up_stages=4, up_warps=8, down_rows=64, down_stages=3),
     Recipe("direct"),
     Recipe("direct", down_slots=1, up_stages=3),
-    Recipe("direct", up_mma=1, up_rows=16, up_step=512, up_stages=3, down_mma=1, down_rows=16, down_step=1024),
-    Recipe("direct", up_mma=1, up_rows=32, up_step=512, up_stages=3, down_mma=1, down_rows=32, down_step=512, down_slots=1),
 )
 __all__ = ["POISONS", "ROUTINGS", "random_inputs", "random_weights", "rounding_of"]  # shared through here
 

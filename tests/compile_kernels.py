@@ -25,8 +25,6 @@ from graphmoe.kernels.gather_down import _gather_down_kernel
 from graphmoe.kernels.gather_up import _gather_up_kernel
 from graphmoe.kernels.gemv_down import _REGISTERS, _UNROLLED, _gemv_down_kernel
 from graphmoe.kernels.gemv_up import _gemv_up_kernel
-from graphmoe.kernels.mma_down import _mma_down_kernel
-from graphmoe.kernels.mma_up import _mma_up_kernel
 from graphmoe.kernels.pack import _pack_kernel
 from graphmoe.kernels.route import _route_kernel
 from graphmoe.kernels.route_tiles import _route_tiles_kernel
@@ -130,17 +128,6 @@ def main() -> None:
             assert slots * groups * gemv["ROWS"] * 128 <= 4 * _REGISTERS
             cubin = compile_kernel(_gemv_down_kernel, direct, early=early, ALL_SLOTS=all_slots, SLOTS=slots, DISTINCT=True, **held, **gemv)
             assert "STACK:0 " in resources(cubin), f"direct's sums spill with {slots} slots, {held}: {resources(cubin)}"
-        mma = {name: value for name, value in gemv.items() if name != "ROWS"} | {"LANES": 8, "STAGES": 3}
-        for rows, parts in ((16, 4), (32, 4), (16, 8)):
-            cubin = compile_kernel(_mma_up_kernel, direct, WIDTH=768, ROWS=rows, PARTS=parts, **mma)
-            assert "STACK:0 " in resources(cubin), f"up's sums spill with {rows} rows, {parts} parts: {resources(cubin)}"
-        eight, wide, sixteen = ((15, 7), (23, 7), (28, 12)) if quantise else ((23, 7), (39, 7), (46, 14))
-        early_loads = {(8, 8, 16): eight, (8, 8, 32): wide, (16, 16, 16): sixteen}
-        for slots, parts, rows in (*early_loads, (1, 4, 16), (1, 8, 32), (2, 8, 16)):
-            early = early_loads.get((slots, parts, rows), NOTHING_EARLY)
-            sizes = {"WIDTH": 768, "ALL_SLOTS": max(8, slots), "SLOTS": slots, "PARTS": parts, "ROWS": rows, "DISTINCT": True}
-            cubin = compile_kernel(_mma_down_kernel, direct, early=early, **sizes, **mma)
-            assert "STACK:0 " in resources(cubin), f"down's sums spill with {sizes}: {resources(cubin)}"
     attended = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | {"positions": "*i64", "partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
     for group, block, key_dim, value_dim in ((8, 64, 128, 128), (1, 32, 192, 128)):
         dims = {"KEY_DIM": key_dim, "KEY_COLUMNS": triton.next_power_of_2(key_dim), "VALUE_DIM": value_dim, "VALUE_COLUMNS": value_dim}

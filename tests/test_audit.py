@@ -153,8 +153,7 @@ def test_directions_are_what_the_kernels_do() -> None:
         "_count_kernel": {"block_counts", "flags"}, "_route_kernel": {"row_of", "groups"}, "_scatter_kernel": {"rows", "scales"},
         "_act_kernel": {"rows", "scales"}, "_combine_kernel": {"out"}, "_gather_up_kernel": {"act", "act_scales"}, "_gather_down_kernel": {"rows"},
         "_route_tiles_kernel": {"row_of", "members", "tiles", "x_rows", "x_scales", "flags"}, "_gemv_up_kernel": {"act"},
-        "_gemv_down_kernel": {"out", "flags"}, "_mma_up_kernel": {"act"}, "_mma_down_kernel": {"out", "flags"},
-        "sm90_fp8_gemm_1d2d_impl": {"d"}, "sm90_bf16_gemm_impl": {"d"},
+        "_gemv_down_kernel": {"out", "flags"}, "sm90_fp8_gemm_1d2d_impl": {"d"}, "sm90_bf16_gemm_impl": {"d"},
     }  # fmt: skip
     for signature in SIGNATURES.values():
         assert all(one.reads or one.writes for one in signature if one.address)
@@ -170,7 +169,7 @@ def test_declared_names_are_the_kernels_own() -> None:
     pytest.importorskip("triton")
     from graphmoe import kernels
 
-    steps = ("act", "combine", "count", "gather_down", "gather_up", "gemv_down", "gemv_up", "mma_down", "mma_up", "route", "route_tiles", "scatter")
+    steps = ("act", "combine", "count", "gather_down", "gather_up", "gemv_down", "gemv_up", "route", "route_tiles", "scatter")
     found = {}
     for name in steps:
         module = sys.modules[getattr(kernels, name).__module__]

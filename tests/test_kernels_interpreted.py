@@ -441,34 +441,6 @@ def test_gemvs_are_near_their_twins(fmt: str, width: int, slots: int) -> None:
         assert int(flags) == 1, "a good call does not lower the flag"
 
 
-@pytest.mark.parametrize(("slots", "step"), [(0, 128), (0, 1024), (1, 512), (2, 512)])
-@pytest.mark.parametrize(("fmt", "h", "width"), [("bf16", 320, 192), ("bf16", 192, 704), ("fp8_block", 256, 256), ("ue8m0", 640, 640)])
-def test_tensor_core_products_of_direct_are_near_their_twins(fmt: str, h: int, width: int, slots: int, step: int) -> None:
-    """Ragged columns and rows of programs, all slots at once and a few at a time. In float32: the interpreter takes bf16 operands for integers."""
-    spec, tokens = MoESpec(4, 3, h, width), 4
-    w = random_weights(spec, fmt, seed=5)
-    w13, w2 = (one if fmt != "bf16" else one.float() for one in (w.w13, w.w2))
-    x = torch.randn(tokens, h, generator=torch.Generator().manual_seed(1))
-    ids = torch.tensor([[0, -1, 3], [4, -1, 2**31 - 1], [4, 4, 0], [2, 2, 1]], dtype=torch.int32)
-    router = torch.tensor([[0.5, torch.nan, 0.25], [torch.nan] * 3, [torch.nan, torch.nan, 1.0], [1.0, 0.5, 0.25]])
-    for distinct in (True, False):
-        results = []
-        for ops in (kernels, reference):
-            act, out, flags = torch.full((tokens * 3, width), torch.nan), torch.full((tokens, h), 9.0), torch.zeros(1).int()
-            ops.mma_up(x, ids, w13, w.w13_scale_inv, block_rows=64, step=256, stages=2, warps=4, act=act)
-            down = {"scale": 1.5, "distinct": distinct, "block_rows": 32, "step": step, "slots": slots, "stages": 2, "warps": 4, "flags": flags}
-            ops.mma_down(act, ids, router, w2, w.w2_scale_inv, out=out, **down)
-            results.append((act, out, flags))
-        (act, out, flags), (act_twin, out_twin, flags_twin) = results
-        torch.testing.assert_close(act, act_twin, rtol=1e-4, atol=1e-4 * float(act_twin.nan_to_num(0.0).abs().max()), equal_nan=True)
-        assert near(out[:3], out_twin[:3], 1.0)
-        assert bool((out[1] == 0).all())
-        assert bool(out[3].isnan().all() and out_twin[3].isnan().all()) == distinct
-        assert int(flags) == int(flags_twin) == int(distinct)
-        kernels.mma_down(act, ids[:2], router[:2], w2, w.w2_scale_inv, out=out[:2], **down | {"flags": flags.fill_(1)})
-        assert int(flags) == 1, "a good call does not lower the flag"
-
-
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))
 def test_scales_of_scatter_equal_their_twins_exactly(scale_format: ScaleFormat) -> None:
     """Groups whose largest values are zero, subnormal, at and next to borders of the scale, huge, infinite and NaN. (Payloads differ from the

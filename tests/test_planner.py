@@ -34,9 +34,7 @@ from tests import strategies
 
 GROUPED = ("masked", "compact", "psum")
 MASKED, PSUM = Recipe("masked", row_tile=128), Recipe("psum", block_e=64)
-DIRECT = Recipe(
-    "direct", up_mma=0, up_rows=4, up_step=1024, up_stages=1, up_warps=4, down_mma=0, down_rows=8, down_step=256, down_slots=0, down_warps=4
-)
+DIRECT = Recipe("direct", up_rows=4, up_step=1024, up_stages=1, up_warps=4, down_rows=8, down_step=256, down_slots=0, down_warps=4)
 
 
 def gathered(tile: int, up_rows: int = 128) -> Recipe:
@@ -282,8 +280,6 @@ _STAGE_OF = {
     "gather_down": Stage.DOWN,
     "gemv_up": Stage.UP,
     "gemv_down": Stage.COMBINE,
-    "mma_up": Stage.UP,
-    "mma_down": Stage.COMBINE,
     "combine": Stage.COMBINE,
 }
 

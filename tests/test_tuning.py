@@ -85,9 +85,8 @@ def test_direct_of_a_rank_takes_the_slots_one_by_one() -> None:
     """Most slots of a token are on other ranks."""
     for model in model_names():
         for spec, slots in ((named_spec(model), 0), (named_spec(model).shard(ep=2), 1)):
-            for tokens, tensor_cores in ((1, 0), (2, 0), (3, 1), (8, 1)):
-                options = dict(next(point.options for point in starting_points(spec, tokens) if point.path == "direct"))
-                assert (options["down_slots"], options["up_mma"], options["down_mma"]) == (slots, tensor_cores, tensor_cores)
+            [direct] = [point for point in starting_points(spec, 1) if point.path == "direct"]
+            assert dict(direct.options)["down_slots"] == slots
 
 
 ALL_POINTS = {point for spec in SHAPES.values() for tokens in range(1, 2049) for point in starting_points(spec, tokens)}
@@ -108,7 +107,7 @@ def test_each_half_changes_its_own_options_only_and_holds_the_recipe_that_is_ref
         for half, prefix in zip(halves, ("up_", "down_"), strict=False):
             assert len(set(half)) == len(half) > 3
             for other in half:
-                changed = {name for name, _ in set(other.options) ^ set(recipe.options)}
+                changed = {name for name, value in other.options if dict(recipe.options)[name] != value}
                 assert all(name.startswith(prefix) for name in changed), (recipe, other)
     for point in ALL_POINTS:
         assert all(point in half for half in neighbours(point)), "a plain recipe is none of its own choices: it would win by never being compared"

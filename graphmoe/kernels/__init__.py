@@ -8,8 +8,6 @@ from graphmoe.kernels.gather_down import gather_down
 from graphmoe.kernels.gather_up import gather_up
 from graphmoe.kernels.gemv_down import gemv_down
 from graphmoe.kernels.gemv_up import gemv_up
-from graphmoe.kernels.mma_down import mma_down
-from graphmoe.kernels.mma_up import mma_up
 from graphmoe.kernels.pack import pack
 from graphmoe.kernels.route import route
 from graphmoe.kernels.route_tiles import route_tiles
@@ -25,8 +23,6 @@ __all__ = [
     "gather_up",
     "gemv_down",
     "gemv_up",
-    "mma_down",
-    "mma_up",
     "pack",
     "route",
     "route_tiles",

@@ -19,8 +19,6 @@ from graphmoe.kernels.pdl import pdl_flags, wait_and_signal
 
 _REGISTERS = 4096
 """Sums that a warp may hold in float32: 128 registers a thread."""
-MOST_SLOTS = 16
-"""Slots that a program holds at once: more would spill."""
 _UNROLLED = 4
 """Steps whose weights may all be in registers at once; a longer row goes through a pipelined loop."""
 
@@ -42,15 +40,6 @@ def _add_groups(
         wait_and_signal(PDL)
     values = tl.load(act_row[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32) * factor[:, :, None]
     return total + w_tile.to(tl.float32) * values[:, None, :, :]
-
-
-@triton.jit
-def names_twice(topk_ids, token, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALL_SLOTS: tl.constexpr):
-    """1 if the token names an expert of this rank twice, else 0."""
-    slot = tl.arange(0, ALL_SLOTS)
-    named = tl.load(topk_ids + token * TOP_K + slot, mask=slot < TOP_K, other=-1)
-    same = (named[:, None] == named[None, :]) & ((named >= 0) & (named < EXPERTS))[:, None] & (slot[:, None] != slot[None, :])
-    return tl.max(tl.max(same.to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit
@@ -85,7 +74,10 @@ def _gemv_down_kernel(
                     total = _add_groups(total, act_row, w_row, w_scale_row, router, live, step * GROUPS, WIDTH, GROUPS, GROUP, QUANTISED, False, PDL)
     result = tl.sum(tl.sum(tl.sum(total, axis=3), axis=2), axis=0) * scale
     if DISTINCT:
-        broken = names_twice(topk_ids, token, EXPERTS, TOP_K, ALL_SLOTS)
+        every = tl.arange(0, ALL_SLOTS)
+        named = tl.load(topk_ids + token * TOP_K + every, mask=every < TOP_K, other=-1)
+        same = (named[:, None] == named[None, :]) & ((named >= 0) & (named < EXPERTS))[:, None] & (every[:, None] != every[None, :])
+        broken = tl.max(tl.max(same.to(tl.int32), axis=1), axis=0)
         result = tl.where(broken == 1, float("nan"), result)
         if broken == 1:
             tl.store(flags, 1)
@@ -119,7 +111,7 @@ def gemv_down(
         distinct: the promise that a token names an expert once; a token that breaks it becomes NaN and sets the flag.
         block_rows: columns of `out` (rows of w2) a program.
         step: columns of w2 that a program holds at a time, a multiple of 128.
-        slots: slots that a program holds at a time: 0 for all (up to 16), or 1, which skips those of other ranks.
+        slots: slots that a program holds at a time: 0 for all, or 1, which skips those of other ranks.
         warps: 4 or 8.
         out: bf16 `[T, H]`, out.
         flags: int32 `[1]`, out; sticky.
@@ -127,7 +119,7 @@ def gemv_down(
     experts, columns, width = w2.shape
     tokens, top_k = topk_ids.shape
     all_slots = triton.next_power_of_2(top_k)
-    slots = slots or min(all_slots, MOST_SLOTS)
+    slots = slots or all_slots
     most = max(1, _REGISTERS * warps // (slots * block_rows * GROUP))
     groups = min(step // GROUP, most, triton.next_power_of_2(triton.cdiv(width, GROUP)))
     _gemv_down_kernel[(columns // block_rows, tokens)](

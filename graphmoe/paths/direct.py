@@ -1,16 +1,13 @@
-"""`direct`: every assignment by itself, for the smallest batches: no route pass, activations stay bf16.
+"""`direct`: every assignment by itself on CUDA cores, for the smallest batches: no route pass, activations stay bf16.
 
-    GEMM w13 + SwiGLU -> GEMM w2 + combine          two launches, all Triton
-
-Each GEMM runs as a GEMV on CUDA cores, which streams weights best for a token or two, or on tensor cores, which take half as many instructions
-a weight.
+GEMV w13 + SwiGLU -> GEMV w2 + combine          two launches, all Triton
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphmoe.formats import Format, Rounding, ScaleFormat
 from graphmoe.paths.base import BufferSpec, Stage, choose, too_many_slots
@@ -26,42 +23,32 @@ if TYPE_CHECKING:
 
 
 _MOST_SLOTS = 32
-"""A program of the second GEMM goes through all slots of its token."""
-_GEMV_UP = {"up_rows": (4, 1, 2, 8), "up_step": (1024, 512, 2048), "up_stages": (1, 3), "up_warps": (4, 8)}
-_GEMV_DOWN = {"down_rows": (8, 4, 16, 32), "down_step": (256, 128, 512, 1024, 2048), "down_slots": (0, 1), "down_warps": (4, 8)}
-_MMA_UP = {"up_rows": (16, 32, 64), "up_step": (512, 256, 1024, 2048), "up_stages": (3, 2, 4, 6), "up_warps": (4, 8)}
-_MMA_DOWN = {
-    "down_rows": (16, 32, 64),
-    "down_step": (1024, 256, 512, 2048),
-    "down_slots": (0, 1, 2, 4),
-    "down_stages": (3, 2, 4, 6),
-    "down_warps": (4, 8),
-}
+"""A program of the second GEMV goes through all slots of its token."""
 
 
 @dataclass(frozen=True)
 class DirectPath:
-    """The pure half. Options of each GEMM: `mma`, 1 for tensor cores; rows of weights a program, how much of a row it takes at a time, pipeline
-    stages, warps; and slots that the second GEMM takes at a time: 0 for all of a token's, 1 where most are on other ranks.
+    """The pure half. Options: rows of weights a program, columns it takes at a time, pipeline stages, warps; and slots that the second GEMV takes at
+    a time: 0 for all of a token's, 1 where most are on other ranks.
     """
 
     name: str = "direct"
     weight_layout: str = "plain"
     gemm_layout: None = None
-    sources: tuple[str, ...] = (
-        "paths/direct.py",
-        "kernels/gemv_up.py",
-        "kernels/gemv_down.py",
-        "kernels/mma_up.py",
-        "kernels/mma_down.py",
-        "kernels/pdl.py",
-    )
+    sources: tuple[str, ...] = ("paths/direct.py", "kernels/gemv_up.py", "kernels/gemv_down.py", "kernels/pdl.py")
 
     def options(self, recipe: Recipe) -> dict[str, int]:
-        given = dict(recipe.options)
-        up = _MMA_UP if given.get("up_mma") else _GEMV_UP
-        down = _MMA_DOWN if given.get("down_mma") else _GEMV_DOWN
-        return choose(recipe, up_mma=(0, 1), **up, down_mma=(0, 1), **down)
+        return choose(
+            recipe,
+            up_rows=(4, 1, 2, 8),
+            up_step=(1024, 512, 2048),
+            up_stages=(1, 3),
+            up_warps=(4, 8),
+            down_rows=(8, 4, 16, 32),
+            down_step=(256, 128, 512, 1024, 2048),
+            down_slots=(0, 1),
+            down_warps=(4, 8),
+        )
 
     def rounding(self, options: Mapping[str, int]) -> Rounding:
         return Rounding(quantise=False, gate_up=False)
@@ -96,7 +83,7 @@ class DirectPath:
 
 @dataclass(frozen=True)
 class BoundDirect:
-    """One layer's direct step over one bucket's buffers. The combine is part of the second GEMM."""
+    """One layer's direct step over one bucket's buffers. The combine is part of the second GEMV."""
 
     spec: MoESpec
     options: Mapping[str, int]
@@ -109,21 +96,18 @@ class BoundDirect:
         pass
 
     def up(self, x: Tensor, topk_ids: Tensor) -> None:
-        o, w = self.options, self.weights
-        launch: Any = {"block_rows": o["up_rows"], "step": o["up_step"], "stages": o["up_stages"], "warps": o["up_warps"]}
-        if o["up_mma"]:
-            self.ops.mma_up(x, topk_ids, w.w13, w.w13_scale_inv, **launch, act=self.buffers["act_rows"])
-        else:
-            self.ops.gemv_up(x, topk_ids, w.w13, w.w13_scale_inv, **launch, act=self.buffers["act_rows"])
+        b, o, w = self.buffers, self.options, self.weights
+        self.ops.gemv_up(
+            x, topk_ids, w.w13, w.w13_scale_inv,
+            block_rows=o["up_rows"], step=o["up_step"], stages=o["up_stages"], warps=o["up_warps"], act=b["act_rows"],
+        )  # fmt: skip
 
     def down(self) -> None:
         pass
 
     def combine(self, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None:
-        b, o, w, spec = self.buffers, self.options, self.weights, self.spec
-        meaning: Any = {"scale": spec.routed_scaling_factor, "distinct": spec.distinct_topk, "out": out, "flags": b["flags"]}
-        launch: Any = {"block_rows": o["down_rows"], "step": o["down_step"], "slots": o["down_slots"], "warps": o["down_warps"]}
-        if o["down_mma"]:
-            self.ops.mma_down(b["act_rows"], topk_ids, topk_weights, w.w2, w.w2_scale_inv, **meaning, **launch, stages=o["down_stages"])
-        else:
-            self.ops.gemv_down(b["act_rows"], topk_ids, topk_weights, w.w2, w.w2_scale_inv, **meaning, **launch)
+        b, o, w = self.buffers, self.options, self.weights
+        self.ops.gemv_down(
+            b["act_rows"], topk_ids, topk_weights, w.w2, w.w2_scale_inv, scale=self.spec.routed_scaling_factor, distinct=self.spec.distinct_topk,
+            block_rows=o["down_rows"], step=o["down_step"], slots=o["down_slots"], warps=o["down_warps"], out=out, flags=b["flags"],
+        )  # fmt: skip

@@ -10,8 +10,6 @@ from graphmoe.reference.gemv_down import gemv_down
 from graphmoe.reference.gemv_up import gemv_up
 from graphmoe.reference.judge import ROW_ERROR, row_errors, row_limit
 from graphmoe.reference.layer import moe_layer
-from graphmoe.reference.mma_down import mma_down
-from graphmoe.reference.mma_up import mma_up
 from graphmoe.reference.pack import pack
 from graphmoe.reference.route import route
 from graphmoe.reference.route_tiles import route_tiles
@@ -28,8 +26,6 @@ __all__ = [
     "gather_up",
     "gemv_down",
     "gemv_up",
-    "mma_down",
-    "mma_up",
     "moe_layer",
     "pack",
     "route",
