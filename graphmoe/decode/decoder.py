@@ -117,7 +117,8 @@ class GraphedDecoder:
         self._rows: list[_Sequence | None] = [None] * self.ladder.largest
         self._serving = self._closed = False
         self._launches = 0
-        self._counts = {"tokens": 0, "steps": 0, "rows": 0, "moves": 0, "prompt_tokens": 0}
+        self._counts = {"tokens": 0, "rows": 0, "moves": 0, "prompt_tokens": 0}
+        self._steps_run = dict.fromkeys(self.ladder.sizes, 0)
         self._seconds = {"build": time.perf_counter() - started, "serve": 0.0, "prefill": 0.0}
 
     def generate(
@@ -237,7 +238,6 @@ class GraphedDecoder:
             prefill_seconds=self._seconds["prefill"],
             prompt_tokens=self._counts["prompt_tokens"],
             new_tokens=self._counts["tokens"],
-            steps=self._counts["steps"],
             rows_run=self._counts["rows"],
             moves=self._counts["moves"],
             buckets=tuple(self._bucket_report(size) for size in self.ladder.sizes),
@@ -259,7 +259,8 @@ class GraphedDecoder:
     def _bucket_report(self, size: int) -> StepReport:
         steps = [step for (tokens, _), step in self._steps.items() if tokens == size]
         rows = self._model.rows_bound(size)
-        return StepReport(size, rows, max((step.kernels for step in steps), default=0), sum(s.nbytes for s in steps), sum(s.seconds for s in steps))
+        kernels = max((step.kernels for step in steps), default=0)
+        return StepReport(size, rows, kernels, sum(step.nbytes for step in steps), sum(step.seconds for step in steps), self._steps_run[size])
 
     def _admit(self, index: int, request: Request) -> Finished | None:
         """Give the request a row and fill its cache, all but its last token: that one goes through the captured step."""
@@ -301,7 +302,7 @@ class GraphedDecoder:
             if sequence.launched == sequence.request.max_new_tokens:
                 self._leave(sequence)
         self._launches += 1
-        self._counts["steps"] += 1
+        self._steps_run[bucket] += 1
         self._counts["rows"] += bucket
         return launched
 
