@@ -14,8 +14,9 @@ import graphmoe
 from graphmoe import bounds
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console
-from graphmoe.cli.demo_model import LAYERS, load_model, transformers, write_checkpoint
+from graphmoe.cli.demo_model import LAYERS, load_model, write_checkpoint
 from graphmoe.cli.options import Buckets, PathWish
+from graphmoe.cli.quiet import quiet_transformers
 from graphmoe.decode import GraphedDecoder, Request
 from graphmoe.device import resolve_device
 from graphmoe.errors import InvalidInput
@@ -50,7 +51,7 @@ def demo(
     if where.type == "cpu":
         torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
     prompts = _prompts(text, ladder.largest)
-    transformers()
+    quiet_transformers()
     graphmoe.register_transformers(path=path)
     folder = directory.expanduser() / f"qwen3-moe-{LAYERS}-layers"
     console.print(f"checkpoint {'written to' if write_checkpoint(folder) else 'found in'} {folder}")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from graphmoe.checkpoint import CheckpointReader, make_directory
+from graphmoe.cli.quiet import quiet_transformers
 from graphmoe.convert import convert_checkpoint
-from graphmoe.errors import CheckpointError, MissingBackend
+from graphmoe.errors import CheckpointError
 
 LAYERS = 2
 _SEED = 20
@@ -22,27 +23,11 @@ _SIZES: dict[str, Any] = {
 _CONFIG = "config.json"
 
 
-def transformers() -> Any:
-    """The library, told to keep its progress bars and warnings to itself.
-
-    Raises:
-        MissingBackend: it, or what it needs to load an FP8 checkpoint, is not installed.
-    """
-    try:
-        import accelerate  # noqa: F401 - Transformers loads no FP8 checkpoint without it
-        import transformers as library
-    except ImportError as error:
-        raise MissingBackend(f"the demo decodes a model of Transformers ({error}); pip install 'graphmoe[transformers]'") from error
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    return library
-
-
 def write_checkpoint(folder: Path) -> bool:
     """Write the checkpoint unless it is there, and return whether it was written. It appears whole or not at all."""
     if (folder / _CONFIG).is_file():
         return False
-    library = transformers()
+    library = quiet_transformers()
     make_directory(folder.parent)
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         torch.manual_seed(_SEED)
@@ -63,7 +48,7 @@ def load_model(folder: Path, device: torch.device, experts: str) -> Any:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    library = transformers()
+    library = quiet_transformers()
     with CheckpointReader(folder) as reader:
         for key in reader.keys():  # noqa: SIM118 - a method, not a dict's
             reader.read(key)

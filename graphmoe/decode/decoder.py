@@ -176,16 +176,18 @@ class GraphedDecoder:
             CallError: another `serve` or `generate` of this decoder has not ended.
             WeightsMismatch: the model's weights were replaced or moved.
         """
+        self._check_free()
+        return self._serve(iter(requests))
+
+    def _check_free(self) -> None:
         if self._closed:
             raise RuntimeClosed("this decoder was closed; build a new one")
         if self._serving:
             raise CallError("this decoder is serving already: finish or close that iterator first, or put the requests into it")
         self._model.check_weights()
-        return self._serve(iter(requests))
 
     def _serve(self, requests: Iterator[Request | None]) -> Iterator[Finished]:
-        if self._serving:
-            raise CallError("this decoder is serving already: finish or close that iterator first, or put the requests into it")
+        self._check_free()
         self._serving, started, idle = True, time.perf_counter(), 0.0
         under_way: deque[_Launched] = deque()
         index, more = 0, True
@@ -220,6 +222,11 @@ class GraphedDecoder:
             self._seconds["serve"] += time.perf_counter() - started - idle
             self._serving = False
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it."""
+        return self._model.vocab_size
+
     def report(self) -> DecoderReport:
         """What was built and what it has done so far; `print` it."""
         return DecoderReport(
@@ -242,6 +249,41 @@ class GraphedDecoder:
             moves=self._counts["moves"],
             buckets=tuple(self._bucket_report(size) for size in self.ladder.sizes),
         )
+
+    @contextmanager
+    def rehearsal(self, rows: int, position: int) -> Iterator[Callable[[], None]]:
+        """One greedy step, to be timed: each call runs the captured step of `rows` live sequences, the first call at `position`.
+
+        What it computes means nothing, and it overwrites the cache. Nothing can be served until the `with` block has ended.
+
+        Raises:
+            CallError: something is being served; or, from a call, the cache's last position has been passed.
+            BatchTooLarge: more rows than the largest bucket.
+        """
+        self._check_free()
+        bucket, left = self.ladder.bucket_for(rows), self.max_cache_len - position
+        state, step = self._state, self._steps[self.ladder.bucket_for(rows), False]
+
+        def run() -> None:
+            nonlocal left
+            if left <= 0:
+                raise CallError(
+                    f"the step at position {position} was rehearsed {self.max_cache_len - position} times: max_cache_len={self.max_cache_len}"
+                )
+            left -= 1
+            step.replay()
+
+        self._serving = True
+        try:
+            with _computing(self.device):
+                state.tokens.copy_(torch.arange(len(state.tokens), device=self.device) % self._model.vocab_size)
+                state.positions.fill_(position)
+                state.live[:bucket].copy_(torch.arange(bucket, device=self.device) < rows)
+                yield run
+        finally:
+            with _computing(self.device):
+                state.live.zero_()
+            self._serving = False
 
     def close(self) -> None:
         """Let go of graphs and cache. Serving afterwards raises RuntimeClosed.
