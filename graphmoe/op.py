@@ -1,6 +1,8 @@
-"""One op for a layer's call: what `torch.compile` puts into its graph instead of looking inside.
+"""One op for a layer's call, one for a block's: what `torch.compile` puts into its graph instead of looking inside.
 
     graphmoe::layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) out, SymInt runtime, SymInt layer) -> ()
+
+    graphmoe::block(Tensor hidden, Tensor(a!) out, SymInt block) -> ()
 
 It writes `out` and returns nothing, so that a compiler may reuse memory around it. A runtime is named by a number, given when it is built and of this
 process alone: code that was saved by another finds nothing. Both numbers may be symbolic, so that one compiled function serves every layer.
@@ -24,12 +26,13 @@ Call = Callable[[int, Tensor, Tensor, Tensor, Tensor], Any]
 
 _LIBRARY = torch.library.Library("graphmoe", "DEF")
 _LIBRARY.define("layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) out, SymInt runtime, SymInt layer) -> ()")
+_LIBRARY.define("block(Tensor hidden, Tensor(a!) out, SymInt block) -> ()")
 _numbers = itertools.count(secrets.randbits(60))
 _callables: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def register(runtime: Any) -> int:
-    """A number for something with `call(layer, x, topk_ids, topk_weights, out)`; it is not kept alive."""
+    """A number for a runtime's `call(layer, x, topk_ids, topk_weights, out)` or a block's `call(hidden, out)`; neither is kept alive."""
     number = next(_numbers)
     _callables[number] = runtime
     return number
@@ -42,16 +45,32 @@ def recorded(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | No
     return result
 
 
+def recorded_block(hidden: Tensor, block: int) -> Tensor:
+    """A block's call as the op, into a tensor of its own."""
+    result = torch.empty_like(hidden)
+    torch.ops.graphmoe.block(hidden, result, block)
+    return result
+
+
 def _layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, runtime: int, layer: int) -> None:
-    found = _callables.get(runtime)
+    _found(runtime).call(layer, x, topk_ids, topk_weights, out)
+
+
+def _block(hidden: Tensor, out: Tensor, block: int) -> None:
+    _found(block).call(hidden, out)
+
+
+def _found(number: int) -> Any:
+    found = _callables.get(number)
     if found is None:
-        raise RuntimeClosed("the runtime that this compiled code calls is gone; keep it for as long as the code, or compile anew")
-    found.call(layer, x, topk_ids, topk_weights, out)
+        raise RuntimeClosed("the runtime or block that this compiled code calls is gone; keep it for as long as the code, or compile anew")
+    return found
 
 
-def _fake(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, runtime: int, layer: int) -> None:
+def _fake(*arguments: Any) -> None:
     """Nothing to infer: it mutates `out`."""
 
 
-_LIBRARY.impl("layer", _layer, "CompositeExplicitAutograd")
-torch.library.register_fake("graphmoe::layer", _fake, lib=_LIBRARY)
+for _name, _run in (("layer", _layer), ("block", _block)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"graphmoe::{_name}", _fake, lib=_LIBRARY)

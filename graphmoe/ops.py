@@ -12,12 +12,17 @@ if TYPE_CHECKING:
 
     from graphmoe.formats import ScaleFormat
     from graphmoe.layout import RowLayout
+    from graphmoe.router import Router
 
 
 class Ops(Protocol):
     """A module with these functions."""
 
     def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, x_out: Tensor, ids_out: Tensor, weights_out: Tensor) -> None: ...
+
+    def select_experts(
+        self, logits: Tensor, correction_bias: Tensor | None, router: Router, *, offset: int, experts: int, topk_ids: Tensor, topk_weights: Tensor
+    ) -> None: ...
 
     def count(self, topk_ids: Tensor, *, distinct: bool, block_counts: Tensor, flags: Tensor) -> None: ...
 

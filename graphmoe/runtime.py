@@ -20,6 +20,7 @@ from graphmoe.call import check_call, refuse_lent_memory, refuse_shifted_overlap
 from graphmoe.device import arch_of, device_guard, resolve_device
 from graphmoe.errors import BrokenPromise, CallError, InvalidInput, RuntimeClosed, WeightsMismatch
 from graphmoe.op import recorded, register
+from graphmoe.ops import Ops
 from graphmoe.planner import Plan, plan
 from graphmoe.profile import Profile, profile_for
 from graphmoe.recipe import Recipe
@@ -255,6 +256,19 @@ class MoELayer:
     def replay(self, bucket: int) -> Tensor:
         """See `MoERuntime.replay`."""
         return self._core.replay(self._index, bucket)
+
+    @property
+    def spec(self) -> MoESpec:
+        return self._core.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self._core.device
+
+    @property
+    def ops(self) -> Ops:
+        """The kernels that it runs on, or their twins on a CPU. Raises RuntimeClosed."""
+        return self._core.open().ops
 
 
 class MoERuntime:

@@ -29,6 +29,7 @@ from graphmoe.kernels.pack import _pack_kernel
 from graphmoe.kernels.route import _route_kernel
 from graphmoe.kernels.route_tiles import _route_tiles_kernel
 from graphmoe.kernels.scatter import _scatter_kernel
+from graphmoe.kernels.select_experts import _select_experts_kernel
 from graphmoe.kernels.stage import _stage_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -101,6 +102,11 @@ def main() -> None:
         sizes = {"SEGMENT_ROWS": 8192, "QUANTISE": quantise, "POWER_OF_TWO": power_of_two, "PACKED": scales == "*u8", "GROUP": 128, "PDL": True}
         compile_kernel(_scatter_kernel, {"x": "*bf16", **rows}, COLUMNS=7168, TOP_K=8, SLOTS=8, GROUPS=8, **sizes)
         compile_kernel(_act_kernel, {"gate_up": "*bf16", **rows}, ASSIGNMENTS=4096, COLUMNS=768, GROUPS=8, PAIRS=16, **sizes)
+    for groups, size, top_groups in ((1, 512, 1), (1, 128, 1), (8, 32, 4)):
+        pointers = {"logits": "*fp32" if groups > 1 else "*bf16", "bias": "*fp32", "topk_ids": "*i32", "topk_weights": "*fp32"}
+        sizes = {"GROUPS": groups, "TOP_GROUPS": top_groups, "SIZE": size, "PADDED_GROUPS": groups, "PADDED_SIZE": size, "TOP_K": 8, "SLOTS": 8}
+        flags = {"SOFTMAX": groups == 1, "BIASED": groups > 1, "RENORMALIZE": True}
+        compile_kernel(_select_experts_kernel, pointers, OFFSET=0, EXPERTS=groups * size, **sizes, **flags)
     pointers = {"rows": "*bf16", "row_of": "*i32", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
     compile_kernel(_combine_kernel, pointers, early=(2, 2), COLUMNS=7168, TOP_K=8, SLOTS=8, UNROLLED=16, BLOCK=1024, PDL=True)
     compile_kernel(_pack_kernel, {"scales": "*fp32", "out": "*i32"}, COLUMNS=5, WORDS=2, BLOCK=256)

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "graphmoe"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("spec", "bounds", "buckets", "recipe"),
-    ("fallback",),
+    ("fallback", "router"),
     ("layout", "formats"),
     ("ops", "op", "flag", "report", "device"),
     ("kernels", "reference"),
@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("call",),
     ("provenance",),
     ("runtime",),
-    ("trial", "verify"),
+    ("trial", "verify", "block"),
     ("tuning", "doctor"),
     ("decode",),
     ("integrations",),

@@ -12,6 +12,7 @@ from graphmoe.kernels.pack import pack
 from graphmoe.kernels.route import route
 from graphmoe.kernels.route_tiles import route_tiles
 from graphmoe.kernels.scatter import scatter
+from graphmoe.kernels.select_experts import select_experts
 from graphmoe.kernels.stage import stage
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "route",
     "route_tiles",
     "scatter",
+    "select_experts",
     "stage",
 ]

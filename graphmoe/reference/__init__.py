@@ -14,6 +14,7 @@ from graphmoe.reference.pack import pack
 from graphmoe.reference.route import route
 from graphmoe.reference.route_tiles import route_tiles
 from graphmoe.reference.scatter import scatter
+from graphmoe.reference.select_experts import select_experts
 from graphmoe.reference.stage import stage
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "row_errors",
     "row_limit",
     "scatter",
+    "select_experts",
     "stage",
 ]
