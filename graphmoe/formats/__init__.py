@@ -53,18 +53,22 @@ class Format:
     """What a plan needs to know of a weight format.
 
     Attributes:
-        name: `"bf16"`, `"fp8_block"` or `"ue8m0"` (block FP8 whose scales are powers of two).
+        name: `"bf16"`, `"fp8_block"`, `"ue8m0"` (block FP8 whose scales are powers of two) or `"w4afp8"` (int4 weights, FP8 activations).
         activation_dtype: dtype of activation rows between the stages, a torch dtype's name.
-        scales: how scales are held, one per 128x128 weight block and per 1x128 activation group; None without scales.
+        scales: how scales of e4m3 are held, one per 1x128 activation group (and per weight block); None without scales.
         divisor: H and I must be multiples of it.
-        weight_bytes: bytes of one weight element, scales not counted.
+        weight_bits: bits of one weight, scales not counted.
+        block: rows and columns of a weight that share a scale, where there are scales.
+        per_element: weights of a row in one element of storage.
     """
 
     name: str
     activation_dtype: str
     scales: ScaleFormat | None
     divisor: int
-    weight_bytes: int
+    weight_bits: int
+    block: tuple[int, int] = (BLOCK, BLOCK)
+    per_element: int = 1
 
     def on(self, arch: str) -> Format:
         """This format as an arch's GEMM consumes it: deep_gemm on SM100 takes power-of-two scales, packed.
@@ -94,18 +98,32 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bytes=1),
-    "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bytes=1),
+    "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bits=8),
+    "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bits=8),
     # deep_gemm's BF16 grouped GEMM takes K in multiples of 64.
-    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bytes=2),
+    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bits=16),
 }
+"""Formats that paths run."""
+
+STORED: dict[str, Format] = FORMATS | {
+    "w4afp8": Format("w4afp8", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bits=4, block=(1, BLOCK), per_element=2),
+}
+"""Formats that weights can be in: loaded, saved and converted, if not run."""
 
 
 def get_format(name: str) -> Format:
-    """The registered format, or UnsupportedShape naming the known ones."""
+    """The format that paths run, or UnsupportedShape naming the known ones."""
     if name not in FORMATS:
-        raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+        reason = "no path runs format" if name in STORED else "unknown format"
+        raise UnsupportedShape(f"{reason} {name!r}; known: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def stored_format(name: str) -> Format:
+    """The format that weights can be in, or UnsupportedShape naming the known ones."""
+    if name not in STORED:
+        raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(STORED)}")
+    return STORED[name]
 
 
 def __getattr__(name: str) -> Any:
