@@ -10,6 +10,7 @@ from graphmoe.errors import UnsupportedShape
 from graphmoe.spec import MoESpec
 
 if TYPE_CHECKING:
+    from graphmoe.formats.per_tensor import requantize_per_tensor as requantize_per_tensor
     from graphmoe.formats.ue8m0 import requantize_ue8m0 as requantize_ue8m0
 
 BLOCK = 128
@@ -127,7 +128,11 @@ def stored_format(name: str) -> Format:
 
 
 def __getattr__(name: str) -> Any:
-    """`requantize_ue8m0`, on first use: it needs torch, which planning does without."""
+    """`requantize_ue8m0` and `requantize_per_tensor`, on first use: they need torch, which planning does without."""
+    if name == "requantize_per_tensor":
+        from graphmoe.formats.per_tensor import requantize_per_tensor
+
+        return requantize_per_tensor
     if name == "requantize_ue8m0":
         from graphmoe.formats.ue8m0 import requantize_ue8m0
 
