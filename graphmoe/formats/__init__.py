@@ -59,8 +59,10 @@ class Format:
         scales: how scales of e4m3 are held, one per 1x128 activation group (and per weight block); None without scales.
         divisor: H and I must be multiples of it.
         weight_bits: bits of one weight, scales not counted.
-        block: rows and columns of a weight that share a scale, where there are scales.
-        per_element: weights of a row in one element of storage.
+        weight_dtype: dtype of weights as they are stored and held, a torch dtype's name.
+        per_element: weights of a row in one element of it.
+        scale_dtype: dtype of their scales at run time, a torch dtype's name.
+        block: rows and columns of a weight that share a scale.
     """
 
     name: str
@@ -68,8 +70,10 @@ class Format:
     scales: ScaleFormat | None
     divisor: int
     weight_bits: int
-    block: tuple[int, int] = (BLOCK, BLOCK)
+    weight_dtype: str = "float8_e4m3fn"
     per_element: int = 1
+    scale_dtype: str = "float32"
+    block: tuple[int, int] = (BLOCK, BLOCK)
 
     def on(self, arch: str) -> Format:
         """This format as an arch's GEMM consumes it: deep_gemm on SM100 takes power-of-two scales, packed.
@@ -82,6 +86,14 @@ class Format:
         if self.scales is ScaleFormat.FLOAT32:
             raise UnsupportedShape(f"format {self.name!r} has float32 scales, sm100 takes powers of two: use weights.requantize('ue8m0')")
         return replace(self, scales=ScaleFormat.UE8M0_PACKED)
+
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of a stored weight matrix."""
+        return rows, columns // self.per_element
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of a weight matrix's scales; blocks at its edges may be ragged."""
+        return -(-rows // self.block[0]), -(-columns // self.block[1])
 
     def check(self, spec: MoESpec) -> None:
         """Raise UnsupportedShape if this format cannot store `spec`."""
@@ -102,14 +114,24 @@ FORMATS: dict[str, Format] = {
     "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bits=8),
     "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bits=8),
     # deep_gemm's BF16 grouped GEMM takes K in multiples of 64.
-    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bits=16),
+    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bits=16, weight_dtype="bfloat16"),
 }
 """Formats that paths run."""
 
 STORED: dict[str, Format] = FORMATS | {
-    "w4afp8": Format("w4afp8", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bits=4, block=(1, BLOCK), per_element=2),
+    "w4afp8": Format(
+        "w4afp8",
+        "float8_e4m3fn",
+        ScaleFormat.FLOAT32,
+        divisor=BLOCK,
+        weight_bits=4,
+        weight_dtype="int8",
+        per_element=2,
+        scale_dtype="bfloat16",
+        block=(1, BLOCK),
+    ),
 }
-"""Formats that weights can be in: loaded, saved and converted, if not run."""
+"""Formats that weights can be in: loaded, saved and converted, if not run. (A `w4afp8` layer may also have groups of 64 or 32 columns.)"""
 
 
 def get_format(name: str) -> Format:
