@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from graphmoe import ExpertWeights, MoERuntime, MoESpec
-from graphmoe.errors import CheckpointError, UnsupportedShape, WeightsError, WeightsMismatch
+from graphmoe.cli import app
+from graphmoe.convert import convert_checkpoint
+from graphmoe.errors import BadSetting, CheckpointError, UnsupportedShape, WeightsError, WeightsMismatch
 from graphmoe.formats.w4afp8 import dequantize_weight, pack, quantize_weight
+from tests.checks import random_weights
 from tests.test_ue8m0 import LiveBytes
 from tests.test_weights import INDEX, assert_same, distinct_parts
 
@@ -353,3 +358,104 @@ def test_pack_is_what_the_checkpoint_holds(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, tensors)
     assert bool((tensors[key(0, "gate_proj")] == 0x21).all())
     assert ExpertWeights.load(tmp_path, SPEC).dequantize()[0][0, 0, :4].tolist() == [1, 2, 1, 2]
+
+
+# converted
+
+
+def files_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("clip_search", [False, True])
+@pytest.mark.parametrize("source", ["bf16", "fp8_block", "ue8m0"])
+def test_a_converted_layer_is_what_its_values_quantise_to(source: str, clip_search: bool, tmp_path: Path) -> None:
+    original = random_weights(SPEC, source)
+    original.save(tmp_path / "a")
+    [file] = convert_checkpoint(tmp_path / "a", tmp_path / "b", "w4afp8", clip_search=clip_search)
+    converted = ExpertWeights.load(tmp_path / "b", SPEC)
+    for name, values in zip(("w13", "w2"), original.dequantize(), strict=True):
+        packed, scale = quantize_weight(values, clip_search=clip_search)
+        assert torch.equal(converted.tensors()[name], packed)
+        assert torch.equal(converted.tensors()[f"{name}_scale_inv"].float(), scale)
+    if not clip_search:
+        assert_same(converted, ExpertWeights.from_bf16(SPEC, *original.dequantize(), fmt="w4afp8"))
+    errors = {error.key: error.relative_error for error in file.errors}
+    gate, mine = original.dequantize()[0][1, :256], converted.dequantize()[0][1, :256]
+    assert errors[key(1, "gate_proj")] == pytest.approx(float((mine - gate).norm() / gate.norm()), rel=1e-4)
+    assert len(errors) == 12
+
+
+def test_the_clipping_search_makes_every_tensors_error_smaller(tmp_path: Path) -> None:
+    random_weights(SPEC, "bf16").save(tmp_path / "a")
+    plain, searched = (convert_checkpoint(tmp_path / "a", tmp_path / str(clip), "w4afp8", clip_search=clip)[0].errors for clip in (False, True))
+    for before, after in zip(plain, searched, strict=True):
+        assert 0.7 * before.relative_error < after.relative_error < 0.97 * before.relative_error
+
+
+def test_a_run_with_the_search_does_not_keep_what_one_without_it_made(tmp_path: Path) -> None:
+    random_weights(SPEC, "bf16").save(tmp_path / "a")
+    found = [convert_checkpoint(tmp_path / "a", tmp_path / "b", "w4afp8", clip_search=clip)[0].found for clip in (False, False, True, True, False)]
+    assert found == [False, True, False, True, False]
+
+
+def test_other_weights_of_block_fp8_stay_as_they_are(tmp_path: Path) -> None:
+    """Whatever the dtype of their scales; only experts are in the report."""
+    random_weights(SPEC, "fp8_block").save(tmp_path / "a")
+    attention = {"model.layers.0.self_attn.o_proj.weight": torch.randn(200, 130).to(torch.float8_e4m3fn), "model.norm.weight": torch.ones(9)}
+    attention["model.layers.0.self_attn.o_proj.weight_scale_inv"] = torch.rand(2, 2)
+    save_file(attention, tmp_path / "a" / "other.safetensors")
+    (tmp_path / "a" / INDEX).unlink()
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+    files = convert_checkpoint(tmp_path / "a", tmp_path / "b", "w4afp8")
+    assert [(file.name, len(file.errors)) for file in files] == [("model-layer-00000.safetensors", 12), ("other.safetensors", 0)]
+    made = files_of(tmp_path / "b")
+    for name, tensor in attention.items():
+        assert made[name].dtype == tensor.dtype
+        assert torch.equal(made[name].view(torch.uint8), tensor.view(torch.uint8))
+    stated = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert (stated["quant_method"], stated["group_size"], stated["weight_block_size"]) == ("w4afp8", 128, [128, 128])
+    again = convert_checkpoint(tmp_path / "a", tmp_path / "b", "w4afp8")
+    assert [file.found for file in again] == [True, True]
+    assert [file.errors for file in again] == [file.errors for file in files]
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8_block"])
+def test_fused_experts_convert_and_load(source: str, tmp_path: Path) -> None:
+    weights, prefix = random_weights(SPEC, source), "model.layers.0.mlp.experts."
+    tensors = {f"{prefix}gate_up_proj": weights.w13, f"{prefix}down_proj": weights.w2}
+    if source == "fp8_block":
+        tensors |= {f"{prefix}gate_up_proj_scale_inv": weights.w13_scale_inv, f"{prefix}down_proj_scale_inv": weights.w2_scale_inv}
+    save_checkpoint(tmp_path / "a", tensors)
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "w4afp8")
+    assert_same(ExpertWeights.load(tmp_path / "b", SPEC), ExpertWeights.from_bf16(SPEC, *weights.dequantize(), fmt="w4afp8"))
+
+
+@pytest.mark.parametrize("target", ["w4afp8", "bf16"])
+def test_int4_experts_are_refused_as_a_source(target: str, tmp_path: Path) -> None:
+    random_int4().save(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight is I8 with a scale, not F8_E4M3.*nothing written"):
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", target)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_experts_that_are_not_finite_are_not_converted(bad: float, tmp_path: Path) -> None:
+    weights = random_weights(SPEC, "bf16")
+    weights.w2[1, 5, 7] = bad
+    weights.save(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"NaN or infinity in model\.layers\.0\.mlp\.experts\.1\.down_proj\.weight"):
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", "w4afp8")
+
+
+def test_the_command_prints_errors_per_layer(tmp_path: Path) -> None:
+    random_weights(SPEC, "bf16").save(tmp_path / "a")
+    arguments = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--format"]
+    result = CliRunner().invoke(app, [*arguments, "w4afp8", "--clip-search"])
+    assert result.exit_code == 0, result.output
+    assert "Weights now w4afp8: relative error per tensor" in result.output
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("│")]
+    assert row[1:4:2] == ["0", "12"]
+    assert 0.08 < float(row[5]) < 0.11
+    with pytest.raises(BadSetting, match="clip_search belongs to 'w4afp8', not to 'bf16'"):
+        CliRunner().invoke(app, [*arguments, "bf16", "--clip-search"], catch_exceptions=False, standalone_mode=False)
