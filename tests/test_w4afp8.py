@@ -150,7 +150,9 @@ def test_a_group_that_is_not_finite_is_nan_and_its_neighbours_are_untouched(data
     x[row, column] = bad
     hit = torch.zeros(x.shape, dtype=torch.bool)
     hit[row, column // 32 * 32 : column // 32 * 32 + 32] = True
-    restored = dequantize_weight(*quantize_weight(x, group=32, clip_search=clip_search))
+    packed, scale = quantize_weight(x, group=32, clip_search=clip_search)
+    restored = dequantize_weight(packed, scale)
+    assert torch.equal(scale.isnan(), hit[:, ::32])
     assert torch.equal(restored.isnan(), hit)
     assert torch.equal(restored[~hit], clean[~hit])
 

@@ -189,6 +189,8 @@ def test_ranks_read_their_own_experts_and_agree_on_the_input_scale(tmp_path: Pat
         mine = ExpertWeights.load(tmp_path / "same", part)
         assert torch.equal(mine.w13, whole.w13[2 * rank : 2 * rank + 2])
         assert torch.equal(mine.w2_scale_inv, whole.w2_scale_inv[2 * rank : 2 * rank + 2])
+        mine.save(tmp_path / f"rank {rank}")
+        assert_same(ExpertWeights.load(tmp_path / f"rank {rank}", part), mine)
         own = ExpertWeights.load(tmp_path / "own", part)
         assert (float(own.w13_input_scale), float(own.w2_input_scale)) == (0.25 * 14, 0.25 * 24)
 
