@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from graphmoe import ExpertWeights, MoERuntime, MoESpec
+from graphmoe import ExpertWeights, MoERuntime, MoESpec, convert
 from graphmoe.cli import app
 from graphmoe.convert import convert_checkpoint
 from graphmoe.errors import BadSetting, CheckpointError, UnsupportedShape, WeightsError, WeightsMismatch
@@ -461,3 +461,16 @@ def test_the_command_prints_errors_per_layer(tmp_path: Path) -> None:
     assert 0.08 < float(row[5]) < 0.11
     with pytest.raises(BadSetting, match="clip_search belongs to 'w4afp8', not to 'bf16'"):
         CliRunner().invoke(app, [*arguments, "bf16", "--clip-search"], catch_exceptions=False, standalone_mode=False)
+
+
+@pytest.mark.parametrize("clip_search", [False, True])
+def test_converting_takes_the_memory_of_a_piece(clip_search: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "PIECE", 1)
+    peaks = []
+    for experts in (1, 6):
+        source = random_weights(MoESpec(experts, 1, 384, 256), "fp8_block").save(tmp_path / f"source {experts}")
+        with LiveBytes([]) as live:
+            convert_checkpoint(source.parent, tmp_path / f"target {experts}", "w4afp8", clip_search=clip_search)
+        assert live.peak < convert.peak_bytes(384) // 2 + source.stat().st_size
+        peaks.append(live.peak)
+    assert peaks[1] - peaks[0] < 4096
