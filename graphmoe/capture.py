@@ -47,7 +47,7 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def capture_step(run: Callable[[], None], pool: Any, *, may_allocate: bool = False) -> CapturedStep:
+def capture_step(run: Callable[[], object], pool: Any, *, may_allocate: bool = False) -> CapturedStep:
     """Capture `run`, which has been warmed up, on the current (side) stream. A whole model's step `may_allocate` from the pool, a layer's does not.
 
     A failure ends the capture and drops the graph; nothing is leaked and the next capture works.
@@ -59,7 +59,7 @@ def capture_step(run: Callable[[], None], pool: Any, *, may_allocate: bool = Fal
     return captured
 
 
-def _capture_once(run: Callable[[], None], pool: Any) -> CapturedStep:
+def _capture_once(run: Callable[[], object], pool: Any) -> CapturedStep:
     started = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info()
     graph = torch.cuda.CUDAGraph(keep_graph=True)

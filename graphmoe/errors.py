@@ -6,7 +6,7 @@
     ├── PlanError               (ValueError)
     │   ├── UnsupportedShape                   H, I or E that a format, path or GEMM cannot take; an unknown format or arch
     │   ├── UnknownRecipe                      a path or option nobody registered
-    │   ├── ArenaTooLarge                      the plan does not fit max_arena_bytes
+    │   ├── ArenaTooLarge                      the plan does not fit max_arena_bytes, or a KV cache the device
     │   └── SchemaMismatch                     a plan or profile file of another schema version
     ├── WeightsError            (ValueError)
     │   ├── WeightsMismatch                    tensors or weights that do not belong to the spec
@@ -51,7 +51,7 @@ class UnknownRecipe(PlanError):
 
 
 class ArenaTooLarge(PlanError):
-    """The arena would exceed `max_arena_bytes`."""
+    """The arena would exceed `max_arena_bytes`, or a decoder's KV cache the device's memory."""
 
 
 class SchemaMismatch(PlanError):

@@ -14,7 +14,7 @@ class StickyFlag:
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag
-        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=flag.is_cuda)
+        self._host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=flag.is_cuda)
         self._arrived = torch.cuda.Event() if flag.is_cuda else None
         self._in_flight = False
         self._seen = False

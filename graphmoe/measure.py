@@ -44,17 +44,28 @@ def graph_timing(items: Sequence[Callable[[], object]], *, repeats: int = 15) ->
             graph.capture_end()
         for _ in range(2):
             graph.replay()
-        samples = []
-        for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) * 1e3 / len(items))
+        timing = replay_timing(graph.replay, device=stream.device, repeats=repeats)
     torch.cuda.current_stream().wait_stream(stream)
     graph.reset()
-    return _timing(samples)
+    return timing / len(items)
+
+
+def replay_timing(replay: Callable[[], object], *, device: torch.device, repeats: int = 15) -> Timing:
+    """Time of one replay of a graph on the current stream, from event to event; on a CPU wall time."""
+    samples = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3)
+        else:
+            begun = time.perf_counter()
+            replay()
+            samples.append((time.perf_counter() - begun) * 1e6)
+    return timing_of(samples)
 
 
 def call_timing(call: Callable[[], object], *, device: torch.device, repeats: int = 5, calls: int = 20) -> Timing:
@@ -67,7 +78,7 @@ def call_timing(call: Callable[[], object], *, device: torch.device, repeats: in
             call()
         _synchronise(device)
         samples.append((time.perf_counter() - start) * 1e6 / calls)
-    return _timing(samples)
+    return timing_of(samples)
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,7 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timing(samples: list[float]) -> Timing:
+def timing_of(samples: Sequence[float]) -> Timing:
+    """Of at least two samples, in microseconds."""
     quartiles = statistics.quantiles(samples, n=4)
     return Timing(statistics.median(samples), (quartiles[2] - quartiles[0]) / 2)

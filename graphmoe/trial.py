@@ -140,7 +140,7 @@ class Bench:
     def _wanted(self, batch: Batch, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor]:
         """Some rows of a batch, what a path that rounds like this gives for them, and what a layer that rounds nothing gives."""
         tokens = batch.x.shape[0]
-        rows = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))[:_CHECKED_ROWS].to(self.device)
+        rows = torch.randperm(tokens, generator=torch.Generator("cpu").manual_seed(tokens), device="cpu")[:_CHECKED_ROWS].to(self.device)
         inputs = batch.x[rows], batch.topk_ids[rows], batch.topk_weights[rows]
         for each in (rounding, None):
             if (tokens, batch.name, each) not in self._oracles:

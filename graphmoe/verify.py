@@ -139,7 +139,7 @@ class Verifier:
                 raise self._failure(case, f"row {row} has other bits than the same call gave before")
             return
         x, ids, router = self._batch(case)
-        rows = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(case.seed))[:_CHECKED_ROWS].to(self.device)
+        rows = torch.randperm(case.tokens, generator=torch.Generator("cpu").manual_seed(case.seed), device="cpu")[:_CHECKED_ROWS].to(self.device)
         rounding = rounding_of(recipe)
         want = moe_layer(x[rows], ids[rows], router[rows], self._layers[case.layer], rounding=rounding)
         errors = row_errors(y[rows], want)

@@ -29,7 +29,7 @@ class Recalling:
     def __init__(self, stop_tokens: frozenset[int] = frozenset(), poison: int | None = None, spread: float = 0.0) -> None:
         self.device, self.vocab_size, self.stop_tokens, self.nbytes = torch.device("cpu"), VOCAB, stop_tokens, 0
         self.kv_dtype, self.kv_layers = torch.float32, [LayerKV(1, 1, 1, 1), LayerKV(2, 1, 1, 3)]
-        self.arena_bytes, self.poison, self.spread = 0, poison, spread
+        self.arena_bytes, self.max_positions, self.poison, self.spread = 0, None, poison, spread
 
     def check_weights(self) -> None:
         pass
@@ -53,7 +53,7 @@ class Recalling:
 
     def prefill(self, tokens: Tensor, first: int, count: int, row: int, cache: KVCache) -> None:
         for layer, pair in enumerate(self._kept(tokens[None], (first + torch.arange(len(tokens)))[None])):
-            cache.extend(layer, *pair, row, first)
+            cache.extend(layer, *pair, row, first, count)
 
     def _kept(self, tokens: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         batch, count = tokens.shape
@@ -403,6 +403,27 @@ def test_the_attention_kernel_is_its_twin(batch: int, heads: tuple[int, int], di
     torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
 
 
+def test_offsets_of_heads_and_positions_pass_32_bits() -> None:
+    """Of two heads the second begins 2^31 elements behind the first, and so do positions from 128 on. Memory that is not touched is not taken."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernel is compiled here")
+    from graphmoe.kernels.attend import attend
+
+    dim, length = 16, 130
+    q, positions = torch.randn(1, 2, dim).half(), torch.tensor([length - 1])
+    by_head = torch.empty(2, 1 << 31, dtype=torch.float16)[:, : length * dim].view(1, 2, length, dim)
+    by_position = torch.empty(length, 1 << 24, dtype=torch.float16).view(1, length, -1)[..., : 2 * dim].view(1, length, 2, dim).transpose(1, 2)
+    for keys, values in ((by_head, by_head), (by_position, by_position)):
+        keys.copy_(torch.randn(keys.shape))
+        wanted = torch.empty(1, 2, dim, dtype=torch.float16)
+        reference.attend(q, keys, values, positions, scale=0.25, out=wanted)
+        partial, lse = torch.empty(1, 2, 1, dim), torch.empty(1, 2, 1)
+        got = torch.empty_like(wanted)
+        attend(q, keys, values, positions, scale=0.25, partial=partial, lse=lse, out=got)
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_a_nan_among_the_keys_in_use_is_not_hidden() -> None:
     keys, values = torch.zeros(1, 1, 8, 16), torch.ones(1, 1, 8, 16)
     keys[0, 0, 2] = float("nan")
@@ -413,7 +434,7 @@ def test_a_nan_among_the_keys_in_use_is_not_hidden() -> None:
 
 
 def test_rows_of_a_cache_move_only_what_is_in_use() -> None:
-    cache = KVCache([((1, 2), (1, 2))], 2, 6, torch.float32, torch.device("cpu"))
+    cache = KVCache([LayerKV(1, 2, 1, 2)], 2, 6, torch.float32, torch.device("cpu"))
     cache.keys[0][0] = 1.0
     cache.move(0, 1, 4)
     assert cache.keys[0][1, 0, :, 0].tolist() == [1.0] * 4 + [0.0] * 2

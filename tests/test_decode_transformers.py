@@ -174,6 +174,6 @@ def test_weights_may_change_in_place_but_not_move() -> None:
     assert changed != before
     assert changed == decoder(model).generate([[1, 2, 3]], 12)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-    with pytest.raises(WeightsMismatch, match=r"lm_head.weight\): build a new decoder"):
+    with pytest.raises(WeightsMismatch, match=r"lm_head.weight\). Build a new decoder"):
         served.generate([[1, 2, 3]], 12)
     assert decoder(model).generate([[1, 2, 3]], 12) == changed

@@ -50,6 +50,16 @@ def runtime(weights: ExpertWeights) -> Iterator[MoERuntime]:
         yield made
 
 
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_the_default_device_of_the_caller_does_not_matter(path: str, weights: ExpertWeights) -> None:
+    x, ids, router = batch(3)
+    with MoERuntime(SPEC, weights, buckets=[4], device="cpu", path=path) as plain:
+        wanted = plain(x, ids, router).clone()
+    with torch.device("meta"), MoERuntime(SPEC, weights, buckets=[4], device="cpu", path=path) as made:
+        assert torch.equal(made(x, ids, router), wanted)
+        assert not made.report().promise_broken
+
+
 def batch(tokens: int, seed: int = 0, spec: MoESpec = SPEC) -> Batch:
     x, router = random_inputs(spec, tokens, seed=seed)
     return x, dict(routings(spec, tokens, seed=seed))["balanced"], router

@@ -171,7 +171,7 @@ def test_tokens_that_are_not_live_are_routed_nowhere() -> None:
     module, x = _experts(), torch.randn(3, 64).bfloat16()
     ids, weights = torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.full((3, 2), 0.5)
     full = experts.forward(module, x, ids, weights)
-    with experts.live_tokens(torch.tensor([True, False, True])):
+    with experts.running(experts.owner_of(module.config), torch.tensor([True, False, True])):
         part = experts.forward(module, x, ids, weights)
     assert torch.equal(part[[0, 2]], full[[0, 2]])
     assert bool((part[1] == 0).all())
@@ -321,16 +321,19 @@ def test_longer_prompts_than_the_largest_bucket_run_in_pieces() -> None:
         assert float((ours(ids).logits - expected).norm() / expected.norm()) < 0.05
 
 
-def test_use_buckets_plans_anew() -> None:
+def test_each_owner_has_its_own_runtimes_and_bits() -> None:
+    """Another ladder rounds otherwise: what one user of a model plans must not reach the others."""
     model = tiny_model("Mixtral", experts="graphmoe")
+    other = experts.Owner(experts.Settings(BucketLadder.of([16], "chunk"), "psum"))
     with torch.no_grad():
         before = model(IDS).logits
-        experts.use_buckets(model.config, BucketLadder.of([16], "chunk"))
-        after = model(IDS).logits
-    (runtime,) = experts.runtimes_of(model.config)
+        with experts.running(other, None):
+            theirs = model(IDS).logits
+        assert torch.equal(model(IDS).logits, before)
+    (mine,), (runtime,) = experts.runtimes_of(model.config), other.runtimes.values()
     assert runtime.plan.ladder.sizes == (16,)
-    assert len(runtime.layers) == 2
-    assert float((after - before).norm() / before.norm()) < 0.02
+    assert len(runtime.layers) == len(mine.layers) == 2
+    assert 0 < float((theirs - before).norm() / before.norm()) < 0.02
 
 
 def test_a_compiled_model_has_one_op_a_layer() -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"  # of machines without a GPU
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-RUNTIME = ("torch", "filelock", "numpy", "safetensors", "typer", "rich")
+RUNTIME = ("torch", "filelock", "numpy", "safetensors", "typer", "rich", "transformers", "accelerate")
 STATIC_CHECKS = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
 PIP_STEPS = ("Collecting ", "Downloading ", "Building ", "Installing ")
 LINE = 110
@@ -114,13 +114,13 @@ def install_cpu_torch(python: Path, *, verbose: bool) -> str:
 def install(python: Path, *, gpu: bool, checks: bool, verbose: bool) -> None:
     """graphmoe, editable. Naming the torch that is there as a requirement keeps pip from replacing it."""
     if not gpu:
-        torch, extras = [install_cpu_torch(python, verbose=verbose)], ["test"] * checks
+        torch, extras = [install_cpu_torch(python, verbose=verbose)], ["test" if checks else "transformers"]
     elif find_spec("torch"):
-        torch, extras = [f"torch=={version('torch')}"], ["checks"] * checks
+        torch, extras = [f"torch=={version('torch')}"], ["transformers"] + ["checks"] * checks
     else:
-        torch, extras = [], ["hopper"] + ["checks"] * checks
+        torch, extras = [], ["hopper", "transformers"] + ["checks"] * checks
     patience = ["--retries", "1"] if gpu else []  # GPU machines are often offline, and there is a way to do without pip
-    pip_install(python, *torch, "-e", f".[{','.join(extras)}]" if extras else ".", *patience, verbose=verbose)
+    pip_install(python, *torch, "-e", f".[{','.join(extras)}]", *patience, verbose=verbose)
 
 
 def from_source(reason: str, *, checks: bool) -> Environment:

@@ -9,6 +9,7 @@ import typer
 
 import graphmoe
 from graphmoe.cli.bench import bench
+from graphmoe.cli.bench_decode import bench_decode
 from graphmoe.cli.convert import convert
 from graphmoe.cli.demo import demo
 from graphmoe.cli.doctor import doctor
@@ -45,6 +46,7 @@ app.command()(plan)
 app.command()(convert)
 app.command()(tune)
 app.command()(bench)
+app.command()(bench_decode)
 app.command()(verify)
 app.command()(inspect)
 app.command()(doctor)

@@ -10,7 +10,6 @@ import typer
 
 from graphmoe.buckets import BucketLadder
 from graphmoe.cli.console import make_console, make_progress
-from graphmoe.cli.demo import SPEC as SMALL
 from graphmoe.cli.options import MODEL_HELP, PATH_HELP, Buckets, Ep, Tp, WeightFormat, format_name, sharded
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import InvalidInput
@@ -21,9 +20,11 @@ from graphmoe.spec import MoESpec
 from graphmoe.verify import Case, Verifier, soak
 from graphmoe.verify import verify as verify_calls
 
+_SMALL = MoESpec(num_experts=16, top_k=4, hidden_size=256, intermediate_size=128, routed_scaling_factor=1.5)
+
 
 def verify(
-    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}; without one, the demo's small layer")] = None,
+    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}; without one, a small layer")] = None,
     tp: Tp = 1,
     ep: Ep = 1,
     buckets: Buckets = "1,4,16,64",
@@ -44,7 +45,7 @@ def verify(
         raise InvalidInput("--reproduce needs --path: a case is of one path")
     fmt = format_name(fmt)
     place = resolve_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    spec = SMALL if model is None else sharded(model, tp, ep, fmt)
+    spec = _SMALL if model is None else sharded(model, tp, ep, fmt)
     ladder, console = BucketLadder.of(buckets), make_console()
     recipes = [Recipe.of(path)] if path else _every_path(spec, fmt, arch_of(place))
     shard = f" tp={tp} ep={ep}" if model else ""

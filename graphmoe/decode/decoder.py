@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -22,6 +24,8 @@ from graphmoe.device import device_guard
 from graphmoe.errors import CallError, InvalidInput, RuntimeClosed
 
 _SMALLEST_CHUNK = 16
+_MOST = 2**31 - 1
+_BUSY = "this decoder is serving already: finish or close that iterator first, or put the requests into it"
 
 
 @dataclass(eq=False)
@@ -93,31 +97,33 @@ class GraphedDecoder:
         progress: bool = True,
     ) -> None:
         started = time.perf_counter()
-        if max_cache_len < 2:
-            raise InvalidInput(f"max_cache_len={max_cache_len} must hold a prompt and a new token: at least 2")
-        if prefill_chunk < 1:
-            raise InvalidInput(f"prefill_chunk={prefill_chunk} must be at least 1")
+        _check_count("max_cache_len", max_cache_len, 2, "a prompt's token and a new one")
+        _check_count("prefill_chunk", prefill_chunk, 1, "a token")
         ladder = BucketLadder.of(capture_sizes)
         self.ladder = BucketLadder([ladder.largest]) if batch_invariant else ladder
         self.max_cache_len, self.batch_invariant, self.sampling, self.captured = max_cache_len, batch_invariant, sampling, capture
         chunk = min(prefill_chunk, max_cache_len)
         self._chunks = [*(size for size in (1 << power for power in range(31)) if _SMALLEST_CHUNK <= size < chunk), chunk]
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast():
             self._model = adapt(model, sorted({*self.ladder.sizes, *self._chunks}))
         self.device = self._model.device
+        if self._model.max_positions is not None and max_cache_len > self._model.max_positions:
+            raise InvalidInput(f"max_cache_len={max_cache_len}, but the model has a table of {self._model.max_positions} positions")
         with _computing(self.device):
-            shapes = [((kv.key_heads, kv.key_dim), (kv.value_heads, kv.value_dim)) for kv in self._model.kv_layers]
-            rows = -(-max_cache_len // chunk) * chunk  # the last chunk of a prompt is padded
-            self._cache = KVCache(shapes, self.ladder.largest, rows, self._model.kv_dtype, self.device)
+            length = -(-max_cache_len // chunk) * chunk  # the last chunk of a prompt is padded
+            self._cache = KVCache(self._model.kv_layers, self.ladder.largest, length, self._model.kv_dtype, self.device)
             logits = torch.zeros(self.ladder.largest, self._model.vocab_size, device=self.device) if keep_logits else None
             self._state = State(self.ladder.largest, self.device, logits)
             self.logits = logits
             self._steps = build_steps(self._model, self._state, self._cache, self.ladder, sampling=sampling, capture=capture, progress=progress)
-            self._results = [torch.zeros(self.ladder.largest, dtype=torch.int64, pin_memory=self.device.type == "cuda") for _ in range(3)]
+            self._results = [_pinned(self.ladder.largest, self.device) for _ in range(3)]
         self._rows: list[_Sequence | None] = [None] * self.ladder.largest
-        self._serving = self._closed = False
+        self._closed = False
+        self._busy = Lock()
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self._launches = 0
-        self._counts = {"tokens": 0, "steps": 0, "rows": 0, "moves": 0, "prompt_tokens": 0}
+        self._counts = {"tokens": 0, "rows": 0, "moves": 0, "prompt_tokens": 0}
+        self._steps_run = dict.fromkeys(self.ladder.sizes, 0)
         self._seconds = {"build": time.perf_counter() - started, "serve": 0.0, "prefill": 0.0}
 
     def generate(
@@ -143,13 +149,14 @@ class GraphedDecoder:
             InvalidInput: a prompt or setting that cannot be served; nothing has run then.
             CallError: a sequence's logits were not finite.
         """
-        given = list(prompts)
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in given):
+        given = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Tensor)) else [0]
+        if any(isinstance(prompt, int) for prompt in given):
             raise InvalidInput("prompts is a list of prompts, each a list of token ids")
+        if not (on_token is None or callable(on_token)):
+            raise InvalidInput(f"on_token={on_token!r} must be callable with a prompt's index and a token")
+        callbacks = [None if on_token is None else partial(on_token, index) for index in range(len(given))]
         requests = [
-            Request(
-                prompt, max_new_tokens, temperature, top_k, top_p, seed, index, stop_tokens, None if on_token is None else _Numbered(on_token, index)
-            )
+            Request(prompt, max_new_tokens, temperature, top_k, top_p, seed, index, stop_tokens, callbacks[index])
             for index, prompt in enumerate(given)
         ]
         for request in requests:
@@ -175,49 +182,76 @@ class GraphedDecoder:
             CallError: another `serve` or `generate` of this decoder has not ended.
             WeightsMismatch: the model's weights were replaced or moved.
         """
-        if self._closed:
-            raise RuntimeClosed("this decoder was closed; build a new one")
-        if self._serving:
-            raise CallError("this decoder is serving already: finish or close that iterator first, or put the requests into it")
-        self._model.check_weights()
+        self._check_free()
+        if isinstance(requests, Request) or not isinstance(requests, Iterable):
+            raise InvalidInput(f"serve takes an iterable of requests, not a {type(requests).__name__}")
         return self._serve(iter(requests))
 
+    def _check_free(self) -> None:
+        if self._closed:
+            raise RuntimeClosed("this decoder was closed; build a new one")
+        if self._busy.locked():
+            raise CallError(_BUSY)
+        self._model.check_weights()
+
     def _serve(self, requests: Iterator[Request | None]) -> Iterator[Finished]:
-        if self._serving:
-            raise CallError("this decoder is serving already: finish or close that iterator first, or put the requests into it")
-        self._serving, started, idle = True, time.perf_counter(), 0.0
-        under_way: deque[_Launched] = deque()
-        index, more = 0, True
+        with self._alone():
+            under_way: deque[_Launched] = deque()
+            index, more = 0, True
+            try:
+                while more or under_way or any(self._rows):
+                    while more and None in self._rows:
+                        try:
+                            request = next(requests)
+                        except StopIteration:
+                            more = False
+                            break
+                        if request is None:
+                            break
+                        with self._working():
+                            refused = self._admit(index, request)
+                        index += 1
+                        if refused is not None:
+                            yield refused
+                    if any(self._rows):
+                        with self._working():
+                            under_way.append(self._launch())
+                    # one step stays on its way while the host looks at the one before
+                    while under_way and (len(under_way) > 1 or not any(self._rows)):
+                        yield from self._collect(under_way.popleft())
+            finally:
+                self._rows = [None] * self.ladder.largest
+                with self._working():
+                    self._state.live.zero_()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nothing else uses the rows meanwhile; another thread may end it."""
+        self._check_free()
+        if not self._busy.acquire(blocking=False):
+            raise CallError(_BUSY)
         try:
-            while more or under_way or any(self._rows):
-                while more and None in self._rows:
-                    try:
-                        request = next(requests)
-                    except StopIteration:
-                        more = False
-                        break
-                    if request is None:
-                        break
-                    with _computing(self.device):
-                        refused = self._admit(index, request)
-                    index += 1
-                    if refused is not None:
-                        yield refused
-                if any(self._rows):
-                    with _computing(self.device):
-                        under_way.append(self._launch())
-                # one step stays on its way while the host looks at the one before
-                while under_way and (len(under_way) > 1 or not any(self._rows)):
-                    for finished in self._collect(under_way.popleft()):
-                        paused = time.perf_counter()
-                        yield finished
-                        idle += time.perf_counter() - paused
+            yield
         finally:
-            self._rows = [None] * self.ladder.largest
-            with _computing(self.device):
-                self._state.live.zero_()
-            self._seconds["serve"] += time.perf_counter() - started - idle
-            self._serving = False
+            self._busy.release()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """The decoder's own work, on the clock, and ordered after what it did on another stream. Never around a `yield` to the caller."""
+        started = time.perf_counter()
+        with _computing(self.device):
+            if self._stream is not None:
+                stream = torch.cuda.current_stream(self.device)
+                if stream != self._stream:
+                    stream.wait_stream(self._stream)
+                    self._stream = stream
+            yield
+        self._seconds["serve"] += time.perf_counter() - started
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it."""
+        return self._model.vocab_size
 
     def report(self) -> DecoderReport:
         """What was built and what it has done so far; `print` it."""
@@ -237,11 +271,40 @@ class GraphedDecoder:
             prefill_seconds=self._seconds["prefill"],
             prompt_tokens=self._counts["prompt_tokens"],
             new_tokens=self._counts["tokens"],
-            steps=self._counts["steps"],
             rows_run=self._counts["rows"],
             moves=self._counts["moves"],
             buckets=tuple(self._bucket_report(size) for size in self.ladder.sizes),
         )
+
+    @contextmanager
+    def rehearsal(self, rows: int, position: int) -> Iterator[Callable[[], None]]:
+        """One greedy step, to be timed: each call runs the captured step of `rows` live sequences, the first call at `position`.
+
+        What it computes means nothing, and it overwrites the cache. Nothing can be served until the `with` block has ended.
+
+        Raises:
+            CallError: something is being served; or, from a call, the cache's last position has been passed.
+            BatchTooLarge: more rows than the largest bucket.
+        """
+        bucket, left, state = self.ladder.bucket_for(rows), self.max_cache_len - position, self._state
+
+        def run() -> None:
+            nonlocal left
+            if left <= 0:
+                raise CallError(
+                    f"the step at position {position} was rehearsed {self.max_cache_len - position} times: max_cache_len={self.max_cache_len}"
+                )
+            left -= 1
+            self._steps[bucket, False].replay()
+
+        with self._alone(), _computing(self.device):
+            try:
+                state.tokens.copy_(torch.arange(len(state.tokens), device=self.device) % self._model.vocab_size)
+                state.positions.fill_(position)
+                state.live[:bucket].copy_(torch.arange(bucket, device=self.device) < rows)
+                yield run
+            finally:
+                state.live.zero_()
 
     def close(self) -> None:
         """Let go of graphs and cache. Serving afterwards raises RuntimeClosed.
@@ -249,20 +312,25 @@ class GraphedDecoder:
         Raises:
             CallError: something is being served.
         """
-        if self._serving:
-            raise CallError("this decoder is serving: finish or close that iterator first")
+        if self._busy.locked():
+            raise CallError(_BUSY)
         self._closed = True
         self._steps.clear()
         self._cache.keys.clear()
         self._cache.values.clear()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CallError("a decoder cannot be copied or pickled: its steps write to its own cache; build another one")
+
     def _bucket_report(self, size: int) -> StepReport:
         steps = [step for (tokens, _), step in self._steps.items() if tokens == size]
         rows = self._model.rows_bound(size)
-        return StepReport(size, rows, max((step.kernels for step in steps), default=0), sum(s.nbytes for s in steps), sum(s.seconds for s in steps))
+        kernels = max((step.kernels for step in steps), default=0)
+        return StepReport(size, rows, kernels, sum(step.nbytes for step in steps), sum(step.seconds for step in steps), self._steps_run[size])
 
     def _admit(self, index: int, request: Request) -> Finished | None:
         """Give the request a row and fill its cache, all but its last token: that one goes through the captured step."""
+        self._model.check_weights()
         try:
             check(request, self._model.vocab_size, self.max_cache_len, sampling=self.sampling)
         except CallError as error:
@@ -273,7 +341,7 @@ class GraphedDecoder:
         for first in range(0, len(prompt) - 1, self._chunks[-1]):
             piece = prompt[first : min(first + self._chunks[-1], len(prompt) - 1)]
             size = next(size for size in self._chunks if size >= len(piece))
-            padded = torch.tensor(piece + [0] * (size - len(piece)), dtype=torch.int64).to(self.device)
+            padded = torch.tensor(piece + piece[-1:] * (size - len(piece)), dtype=torch.int64, device="cpu").to(self.device)
             self._model.prefill(padded, first, len(piece), row, self._cache)
         sequence = index if request.sequence is None else request.sequence
         key, top_k = key_of(request.seed, sequence), min(request.top_k, self._model.vocab_size)
@@ -301,7 +369,7 @@ class GraphedDecoder:
             if sequence.launched == sequence.request.max_new_tokens:
                 self._leave(sequence)
         self._launches += 1
-        self._counts["steps"] += 1
+        self._steps_run[bucket] += 1
         self._counts["rows"] += bucket
         return launched
 
@@ -328,9 +396,10 @@ class GraphedDecoder:
 
     def _collect(self, launched: _Launched) -> Iterator[Finished]:
         """Hand a step's tokens to its sequences; those that ended with it."""
-        if launched.arrived is not None:
-            launched.arrived.synchronize()
-        tokens = launched.tokens.tolist()
+        with self._working():
+            if launched.arrived is not None:
+                launched.arrived.synchronize()
+            tokens = launched.tokens.tolist()
         for sequence, row in zip(launched.sequences, launched.rows, strict=True):
             if sequence.finished is not None:
                 continue  # it ended one step before; the host learnt it only now
@@ -359,19 +428,24 @@ class GraphedDecoder:
         return None if reason is None else Finished(sequence.index, request, sequence.tokens, reason)
 
 
+def _check_count(name: str, value: object, least: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        raise InvalidInput(f"{name}={value!r} must be an int in [{least}, {_MOST}]: it has to hold {what}")
+
+
 @contextmanager
 def _computing(device: torch.device) -> Iterator[None]:
-    """The device is current, and tensors are plain ones whatever mode the caller is in. Never around a `yield` to the caller."""
-    with torch.inference_mode(False), torch.no_grad(), device_guard(device):
+    """The device is current, and tensors are plain ones whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.no_grad(), _no_autocast(), device_guard(device):
         yield
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    """A callback that also gets the prompt's index."""
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
-    on_token: Callable[[int, int], object]
-    index: int
 
-    def __call__(self, token: int) -> object:
-        return self.on_token(self.index, token)
+def _pinned(size: int, device: torch.device) -> Tensor:
+    """On the host, where a copy from `device` arrives without a stop on the way."""
+    return torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")

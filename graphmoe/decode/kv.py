@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from graphmoe.errors import ArenaTooLarge
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """What one layer keeps of a token: keys `[key_heads, key_dim]` and values `[value_heads, value_dim]`."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
 
 
 class KVCache:
@@ -16,11 +30,19 @@ class KVCache:
         values: likewise `[rows, value_heads, length, value_dim]`.
     """
 
-    def __init__(self, shapes: Sequence[tuple[tuple[int, int], tuple[int, int]]], rows: int, length: int, dtype: torch.dtype, device: torch.device):
-        """`shapes`: (heads, dim) of keys and of values, a layer each."""
+    def __init__(self, layers: Sequence[LayerKV], rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ArenaTooLarge: it does not fit into the device's memory."""
         self.rows, self.length = rows, length
-        self.keys = [torch.zeros(rows, heads, length, dim, dtype=dtype, device=device) for (heads, dim), _ in shapes]
-        self.values = [torch.zeros(rows, heads, length, dim, dtype=dtype, device=device) for _, (heads, dim) in shapes]
+        keys = [(rows, layer.key_heads, length, layer.key_dim) for layer in layers]
+        values = [(rows, layer.value_heads, length, layer.value_dim) for layer in layers]
+        try:
+            self.keys, self.values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for shapes in (keys, values))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            nbytes = dtype.itemsize * sum(map(math.prod, keys + values))
+            raise ArenaTooLarge(
+                f"the KV cache of {rows} rows of {length} positions takes {nbytes / 2**30:.1f} GiB, more than {device} can give: take smaller "
+                "capture_sizes or a smaller max_cache_len"
+            ) from error
 
     @property
     def nbytes(self) -> int:
@@ -34,11 +56,13 @@ class KVCache:
             cache[:batch].scatter_(2, where, new.to(cache.dtype))
         return self.keys[layer][:batch], self.values[layer][:batch]
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor, row: int, first: int) -> tuple[Tensor, Tensor]:
-        """Write tokens `[1, heads, C, dim]` of one row from position `first` on; returns its prefix up to their end, `[1, heads, first + C, dim]`."""
+    def extend(self, layer: int, keys: Tensor, values: Tensor, row: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Write the first `count` of the tokens `[1, heads, C, dim]` of one row from position `first` on, and zeros for the others: whatever padding
+        computed, a product with it must not be NaN. Returns the row's prefix up to their end, `[1, heads, first + C, dim]`."""
         end = first + keys.shape[2]
         for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            cache[row : row + 1, :, first:end].copy_(new)
+            cache[row : row + 1, :, first : first + count].copy_(new[:, :, :count])
+            cache[row : row + 1, :, first + count : end].zero_()
         return self.keys[layer][row : row + 1, :, :end], self.values[layer][row : row + 1, :, :end]
 
     def move(self, source: int, target: int, length: int) -> None:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from graphmoe.decode.kv import KVCache
+from graphmoe.decode.kv import KVCache, LayerKV
 from graphmoe.errors import InvalidInput
-
-
-@dataclass(frozen=True)
-class LayerKV:
-    """What one layer keeps of a token: keys `[key_heads, key_dim]` and values `[value_heads, value_dim]`."""
-
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
 
 
 @runtime_checkable
@@ -34,6 +23,7 @@ class DecodeModel(Protocol):
         nbytes: device memory of its weights.
         kv_dtype: dtype of keys and values.
         kv_layers: what each layer keeps.
+        max_positions: positions are below it; None: of any number.
     """
 
     device: torch.device
@@ -42,6 +32,7 @@ class DecodeModel(Protocol):
     nbytes: int
     kv_dtype: torch.dtype
     kv_layers: Sequence[LayerKV]
+    max_positions: int | None
 
     def decode(self, tokens: Tensor, positions: Tensor, live: Tensor, cache: KVCache) -> Tensor:
         """One token for each of the cache's first B rows. It is captured: no host synchronisation, no Python state that changes between steps.
@@ -62,7 +53,7 @@ class DecodeModel(Protocol):
         ...
 
     def check_weights(self) -> None:
-        """Raises WeightsMismatch: weights are no longer where they were when steps were captured. Asked whenever serving starts."""
+        """Raises WeightsMismatch: the model is no longer what it was when steps were captured. Asked before every prefill."""
         ...
 
     @property

@@ -30,12 +30,12 @@ class Recording(TorchDispatchMode):
     As in a CUDA graph, tensors keep their addresses and Python does not run again: numbers and branches are what they were.
     """
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], Any]) -> None:
         """Raises CaptureError: the function reads a value back to the host, which no graph can."""
         super().__init__()
         self._ops: list[_Op] = []
         with self:
-            run()
+            self._returned = run()
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -55,8 +55,8 @@ class Recording(TorchDispatchMode):
             self._ops.append(_Op(None, (), {}, results))  # keeps the storage
         return result
 
-    def replay(self) -> None:
-        """Run the recorded ops again, results going where they went."""
+    def replay(self) -> Any:
+        """Run the recorded ops again, results going where they went; returns what the function returned."""
         with torch.no_grad():
             for op in self._ops:
                 if op.func is None:
@@ -65,6 +65,7 @@ class Recording(TorchDispatchMode):
                 for old, new in zip(op.results, again, strict=True):
                     if isinstance(old, Tensor) and new is not old and new.data_ptr() != old.data_ptr():
                         old.copy_(new)
+        return self._returned
 
 
 def _reads_back(func: Any, args: tuple[Any, ...]) -> bool:

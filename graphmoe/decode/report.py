@@ -11,13 +11,15 @@ from graphmoe.report import count, rendered
 
 @dataclass(frozen=True)
 class StepReport:
-    """One bucket: `rows` is the proven row bound of its MoE layers (0: none), `seconds` and `graph_bytes` sum over its graphs (greedy, sampling)."""
+    """One bucket: `rows` is the proven row bound of its MoE layers (0: none), `seconds` and `graph_bytes` sum over its graphs (greedy, sampling), and
+    `steps` counts how often one of them has run."""
 
     tokens: int
     rows: int
     kernels: int
     graph_bytes: int
     seconds: float
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,14 @@ class DecoderReport:
     prefill_seconds: float
     prompt_tokens: int
     new_tokens: int
-    steps: int
     rows_run: int
     moves: int
     buckets: tuple[StepReport, ...]
+
+    @property
+    def steps(self) -> int:
+        """Steps that have run, of all buckets."""
+        return sum(bucket.steps for bucket in self.buckets)
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,11 +59,12 @@ class DecoderReport:
         how = "captured" if self.captured and not self.emulated else "emulated" if self.emulated else "eager"
         sizes = ((self.weight_bytes, "weights"), (self.arena_bytes, "arena"), (self.kv_bytes, "KV cache"), (self.graph_bytes, "graphs"))
         table = Table()
-        for column in ("bucket", "MoE rows bound", "ops" if self.emulated else "kernels", "graph MiB", "capture s"):
+        for column in ("bucket", "MoE rows bound", "ops" if self.emulated else "kernels", "graph MiB", "capture s", "steps run"):
             table.add_column(column, justify="right")
         for step in self.buckets:
             launches = str(step.kernels or "-")
-            table.add_row(str(step.tokens), str(step.rows or "-"), launches, f"{step.graph_bytes / 2**20:.2f}", f"{step.seconds:.2f}")
+            nbytes, seconds = f"{step.graph_bytes / 2**20:.2f}", f"{step.seconds:.2f}"
+            table.add_row(str(step.tokens), str(step.rows or "-"), launches, nbytes, seconds, str(step.steps))
         busy = f", {self.new_tokens / self.rows_run:.0%} of their rows gave a token" if self.rows_run else ""
         return rendered(
             f"{count(self.layers, 'layer')} on {self.device}, steps {how}{', batch-invariant' if self.batch_invariant else ''}, "

@@ -18,6 +18,7 @@ from graphmoe.decode.kv import KVCache
 from graphmoe.decode.model import DecodeModel
 from graphmoe.decode.recording import Recording
 from graphmoe.decode.sampling import greedy, sample
+from graphmoe.errors import CaptureError, GraphMoEError, InvalidInput
 
 
 class State:
@@ -47,7 +48,7 @@ class State:
 class Step:
     """A captured step of one bucket. `kernels` counts its launches (on a CPU: its ATen ops)."""
 
-    replay: Callable[[], None]
+    replay: Callable[[], object]
     kernels: int
     seconds: float
     nbytes: int
@@ -65,36 +66,69 @@ def build_steps(
     wanted = [(tokens, sampled) for tokens in reversed(ladder.sizes) for sampled in ((False, True) if sampling else (False,))]
     console = Console(stderr=True)
     shown = track(wanted, "capturing decode steps", console=console, transient=True, disable=not (progress and console.is_terminal))
-    return {(tokens, sampled): _build(_step(model, state, cache, tokens, sampled), model.device, pool, capture) for tokens, sampled in shown}
+    return {(tokens, sampled): _build(model, state, cache, tokens, sampled, pool, capture) for tokens, sampled in shown}
 
 
-def _step(model: DecodeModel, state: State, cache: KVCache, rows: int, sampled: bool) -> Callable[[], None]:
+def _step(model: DecodeModel, state: State, cache: KVCache, rows: int, sampled: bool) -> Callable[[], Tensor]:
     tokens, positions, live, temperature, top_k, top_p, key = (entry[:rows] for entry in state.per_row())
 
-    def run() -> None:
+    def run() -> Tensor:
         with torch.no_grad():
             logits = model.decode(tokens, positions, live, cache)
+            if logits.shape != (rows, model.vocab_size):
+                raise InvalidInput(f"the model's logits are {tuple(logits.shape)}, expected {(rows, model.vocab_size)}: [rows, vocab_size]")
             if state.logits is not None:
                 state.logits[:rows].copy_(logits)
             chosen = sample(logits, temperature, top_k, top_p, key, positions) if sampled else greedy(logits)
             state.results[:rows].copy_(chosen)
             tokens.copy_(torch.where(live, chosen.clamp(min=0), tokens))
             positions.add_(live)
+            return logits
 
     return run
 
 
-def _build(run: Callable[[], None], device: torch.device, pool: Any, capture: bool) -> Step:
+def _build(model: DecodeModel, state: State, cache: KVCache, rows: int, sampled: bool, pool: Any, capture: bool) -> Step:
+    run, device, vocab_size = _step(model, state, cache, rows, sampled), model.device, model.vocab_size
     started = time.perf_counter()
-    if not capture:
-        run()
-        return Step(run, 0, time.perf_counter() - started, 0)
-    if device.type != "cuda":
-        recording = Recording(run)
-        return Step(recording.replay, len(recording), time.perf_counter() - started, 0)
-    with side_stream(device) as stream:
-        run()  # libraries choose and compile their kernels
-        run()
-        stream.synchronize()
-        captured = capture_step(run, pool, may_allocate=True)
-    return Step(captured.graph.replay, len(captured.kernels), time.perf_counter() - started, captured.nbytes)
+    try:
+        if not capture:
+            run()
+            return Step(run, 0, time.perf_counter() - started, 0)
+        if device.type != "cuda":
+            recording = Recording(run)
+            _prove(recording, run, state, vocab_size)
+            return Step(recording.replay, len(recording), time.perf_counter() - started, 0)
+        with side_stream(device) as stream:
+            run()  # libraries choose and compile their kernels
+            run()
+            stream.synchronize()
+            captured = capture_step(run, pool, may_allocate=True)
+        return Step(captured.graph.replay, len(captured.kernels), time.perf_counter() - started, captured.nbytes)
+    except (GraphMoEError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise CaptureError(f"the decode step of {rows} rows failed with {type(error).__name__}: {error}") from error
+
+
+def _prove(recording: Recording, run: Callable[[], Tensor], state: State, vocab_size: int) -> None:
+    """Replay and run from one state that is not the recorded one.
+
+    Raises:
+        CaptureError: they differ, so the step's Python has read a tensor's value, by a way that no recording sees (`tolist`, `numpy`).
+    """
+    place = torch.arange(len(state.tokens), device=state.tokens.device)
+
+    def outcome(step: Callable[[], Tensor]) -> list[Tensor]:
+        state.tokens.copy_((place + 1) % vocab_size)
+        state.positions.copy_((place + 1) % 2)
+        state.live.copy_(place % 2 == 0)
+        state.temperature.fill_(1.0)
+        state.top_p.fill_(1.0)
+        return [each.clone() for each in (step(), state.results, state.tokens)]
+
+    replayed, ran = outcome(recording.replay), outcome(run)
+    for entry in state.per_row():
+        entry.zero_()
+    if not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(replayed, ran, strict=True)):
+        raise CaptureError("the step reads tensors' values on the host (tolist or numpy, say): a graph would replay what they were at capture")

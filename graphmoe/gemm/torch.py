@@ -36,7 +36,7 @@ class TorchGemm:
     ) -> None:
         a_flat, out_flat = a.flatten(0, 1), out.flatten(0, 1)
         scales_flat = None if a_scales is None else _float_scales(a_scales.transpose(1, 2), a.shape[2]).flatten(0, 1)
-        loaded, weight = -1, torch.empty(0)
+        loaded, weight = -1, torch.empty(0, device="cpu")
         for expert, first in _tiles(layout, groups.tolist()):
             rows = slice(first, first + layout.align)
             if expert < 0:

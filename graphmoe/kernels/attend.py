@@ -31,7 +31,7 @@ def _attend_kernel(
     VALUE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # offsets of heads and positions pass 2^31 in caches of long sequences
     piece = tl.program_id(2)
     own = tl.arange(0, ROWS)
     head = kv_head * GROUP + own
@@ -45,7 +45,7 @@ def _attend_kernel(
     total = tl.zeros([ROWS], dtype=tl.float32)
     result = tl.zeros([ROWS, VALUE_COLUMNS], dtype=tl.float32)
     for start in range(first, end, BLOCK):
-        position = start + tl.arange(0, BLOCK)
+        position = tl.arange(0, BLOCK).to(tl.int64) + start
         inside = position < end
         k_where = position[None, :] * K_POSITION + key_column[:, None]
         key = tl.load(keys + row * K_ROW + kv_head * K_HEAD + k_where, mask=inside[None, :] & (key_column < KEY_DIM)[:, None], other=0.0)

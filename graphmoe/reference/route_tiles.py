@@ -43,7 +43,7 @@ def route_tiles(
     for expert, end in enumerate(ends.tolist()):
         for first in range(start, end, tile):
             live_here = min(tile, end - first)
-            tiles[number] = torch.tensor([expert, first, live_here], dtype=torch.int32)
+            tiles[number] = torch.tensor([expert, first, live_here], dtype=torch.int32, device="cpu")
             members[number, :live_here] = token_of[first : first + live_here]
             number += 1
         start = end

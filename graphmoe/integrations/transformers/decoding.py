@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,28 @@ from torch.nn import functional as F
 
 from graphmoe.buckets import BucketLadder
 from graphmoe.decode.attention import attend
-from graphmoe.decode.kv import KVCache
-from graphmoe.decode.model import DecodeModel, LayerKV
+from graphmoe.decode.kv import KVCache, LayerKV
+from graphmoe.decode.model import DecodeModel
 from graphmoe.device import device_guard
-from graphmoe.errors import InvalidInput, WeightsMismatch
-from graphmoe.integrations.transformers.experts import is_experts, live_tokens, runtimes_of, use_buckets
+from graphmoe.errors import GraphMoEError, InvalidInput, WeightsMismatch
+from graphmoe.integrations.transformers.experts import Owner, Settings, is_experts, owner_of, running
 from graphmoe.integrations.transformers.judging import why_not
+from graphmoe.integrations.transformers.unchanged import Snapshot
 
 ATTENTION = "graphmoe"
+_HARMLESS = (
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+)
+"""Arguments of an attention function that change nothing for one token a row, or that the projections before it have used."""
+_PADDED_TABLE = 2
+"""Rows that a table of learned positions may have beyond them (OPT keeps two for padding)."""
 _STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 
 
@@ -37,58 +52,63 @@ class TransformersModel:
 
     def __init__(self, model: Any, token_counts: Sequence[int]) -> None:
         """Raises InvalidInput, with the reason, for a model whose decode step cannot be captured faithfully."""
-        reason = _why_not(model)
+        name, reason = type(model).__name__, _why_not(model)
         if reason is not None:
-            raise InvalidInput(f"{type(model).__name__} cannot be decoded in a graph: {reason}")
+            raise InvalidInput(f"{name} cannot be decoded in a graph: {reason}")
         self._model = model
         self._argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self.device = model.device
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        stop = getattr(model.generation_config, "eos_token_id", None)
-        self.stop_tokens = frozenset(stop if isinstance(stop, (list, tuple)) else () if stop is None else (stop,))
-        self._places = _places(model)
+        self.stop_tokens = _stop_tokens(getattr(model.generation_config, "eos_token_id", None))
+        self.max_positions = _max_positions(model)
         self.nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())
-        use_buckets(model.config, BucketLadder(token_counts, "chunk"))
-        probe = _Probe()
-        self._run(torch.zeros(1, 1, dtype=torch.int64, device=self.device), torch.zeros(1, 1, dtype=torch.int64, device=self.device), probe)
+        self._owner = Owner(Settings(BucketLadder(token_counts, "chunk"), owner_of(model.config).settings.path))
+        probe, zero = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        try:
+            logits = self._run(zero, zero, probe)
+        except (GraphMoEError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a model's own code raises when it meets another cache and attention than it knows
+            raise InvalidInput(f"{name} cannot be decoded in a graph: its forward pass fails with {type(error).__name__}: {error}") from error
+        if logits.shape[-1] != self.vocab_size:
+            raise InvalidInput(
+                f"{name} cannot be decoded in a graph: it has logits for {logits.shape[-1]} tokens and embeddings for {self.vocab_size}"
+            )
         if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
             raise InvalidInput(
                 f"{type(model).__name__} cannot be decoded in a graph: of its {model.config.num_hidden_layers} layers only {sorted(probe.layers)} "
                 "keep keys and values"
             )
-        self._runtimes = runtimes_of(model.config)  # captured steps run on their arenas, even when the model has moved to others
+        self._snapshot = Snapshot(model)
         self.kv_layers: Sequence[LayerKV] = [probe.layers[layer] for layer in sorted(probe.layers)]
         self.kv_dtype = probe.dtype
 
     def check_weights(self) -> None:
-        now = _places(self._model)
-        moved = sorted(name for name in now.keys() | self._places.keys() if now.get(name) != self._places.get(name))
-        if moved:
+        complaint = self._snapshot.complaint()
+        if complaint:
             raise WeightsMismatch(
-                f"{len(moved)} weights were replaced or moved since the decoder captured its steps ({moved[0]}): build a new decoder. Values may be "
-                "changed in place"
+                f"the model has changed since the decoder captured its steps: {complaint}. Build a new decoder; values alone may be changed in place"
             )
 
     @property
     def arena_bytes(self) -> int:
-        return sum(runtime.report().arena_bytes for runtime in self._runtimes)
+        return sum(runtime.report().arena_bytes for runtime in self._owner.runtimes.values())
 
     def rows_bound(self, tokens: int) -> int:
-        reports = (runtime.report() for runtime in self._runtimes)
+        reports = (runtime.report() for runtime in self._owner.runtimes.values())
         return max((bucket.rows for report in reports for bucket in report.buckets if bucket.tokens == tokens), default=0)
 
     def decode(self, tokens: Tensor, positions: Tensor, live: Tensor, cache: KVCache) -> Tensor:
-        with live_tokens(live):
-            return self._run(tokens[:, None], positions[:, None], _Decode(cache, positions))
+        return self._run(tokens[:, None], positions[:, None], _Decode(cache, positions), live)
 
     def prefill(self, tokens: Tensor, first: int, count: int, row: int, cache: KVCache) -> None:
         steps = torch.arange(tokens.shape[0], device=self.device)
-        with live_tokens(steps < count):
-            self._run(tokens[None], (first + steps)[None], _Prefill(cache, row, first))
+        positions = first + steps.clamp(max=count - 1)  # padding has no position of its own, which might lie beyond a table
+        self._run(tokens[None], positions[None], _Prefill(cache, row, first, count), steps < count)
 
-    def _run(self, tokens: Tensor, positions: Tensor, view: _View) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, view: _View, live: Tensor | None = None) -> Tensor:
         """Logits `[B, V]` of the last token."""
-        with torch.no_grad(), device_guard(self.device), _attending(self._model.config, view):
+        with torch.no_grad(), device_guard(self.device), running(self._owner, live), _attending(self._model.config, view):
             said = self._model(input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=1, **{self._argument: view})
         return said.logits[:, -1]
 
@@ -104,8 +124,8 @@ class _View:
         raise NotImplementedError
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are given, so that nothing depends on it."""
-        return 0
+        """Positions are given. A model that asks all the same would compute with what this returns, and rows differ in it."""
+        raise InvalidInput("it cannot be decoded in a graph: it asks its cache for one length of all sequences")
 
 
 class _Probe(_View):
@@ -145,9 +165,10 @@ class _Prefill(_View):
     cache: KVCache
     row: int
     first: int
+    count: int
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.extend(layer_idx, keys, values, self.row, self.first)
+        return self.cache.extend(layer_idx, keys, values, self.row, self.first, self.count)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         group = query.shape[1] // keys.shape[1]
@@ -159,37 +180,71 @@ class _Prefill(_View):
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
 
 
-def _places(model: Any) -> dict[str, int]:
-    """The address of every weight."""
-    return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+class _Ambient(threading.local):
+    """What a thread's forward pass attends through."""
+
+    view: _View | None = None
 
 
-_view: _View | None = None
+_ambient = _Ambient()
+_one_at_a_time = threading.RLock()
+"""Around forward passes of decoders: a model's configuration says how it attends, to all threads."""
 
 
 @contextmanager
 def _attending(config: Any, view: _View) -> Iterator[None]:
-    """Within it, the model attends through `view`."""
-    global _view
-    before, _view = (config._attn_implementation, _view), view
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation, _view = before
+    """Within it, the model attends through `view` in this thread, and not at all in others."""
+    with _one_at_a_time:
+        before, _ambient.view = (config._attn_implementation, _ambient.view), view
+        config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation, _ambient.view = before
 
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What Transformers calls for an attention module: `[B, Hq, C, Dk]` to `[B, C, Hq, Dv]`."""
-    if _view is None:
-        raise InvalidInput("the attention implementation 'graphmoe' works inside GraphedDecoder only; for forward passes of your own keep 'sdpa'")
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise InvalidInput(f"{type(module).__name__} cannot be decoded in a graph: its attention has {name}")
+    view = _ambient.view
+    if view is None:
+        raise InvalidInput(
+            "the attention implementation 'graphmoe' works inside GraphedDecoder only: keep 'sdpa' for forward passes of your own, and run them "
+            "while no decoder works on the same model in another thread"
+        )
+    reason = _why_not_attend(module, attention_mask, kwargs)
+    if reason is not None:
+        raise InvalidInput(f"{type(module).__name__} cannot be decoded in a graph: {reason}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _view.attend(query, key, value, scale).transpose(1, 2).contiguous(), None
+    return view.attend(query, key, value, scale).transpose(1, 2).contiguous(), None
+
+
+def _why_not_attend(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> str | None:
+    """Whether it asks for more than softmax attention of each token to those before it."""
+    if attention_mask is not None:
+        return "its attention has a mask of its own"
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        return "its attention is not causal"
+    for name, value in kwargs.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            return f"its attention has {name}={value!r}" if isinstance(value, (int, float, str)) else f"its attention has {name}"
+    return None
+
+
+def _stop_tokens(eos: Any) -> frozenset[int]:
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    return frozenset(eos if isinstance(eos, (list, tuple)) else () if eos is None else (eos,))
+
+
+def _max_positions(model: Any) -> int | None:
+    """How many positions a table of learned ones has; None without such a table."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()]
+    known = getattr(model.config, "max_position_embeddings", None)
+    sizes = [table.num_embeddings for table in tables if known is not None and known <= table.num_embeddings <= known + _PADDED_TABLE]
+    return int(known) if sizes and known is not None else None
 
 
 def _why_not(model: Any) -> str | None:
@@ -202,8 +257,9 @@ def _why_not(model: Any) -> str | None:
         return "it is made of several models; give the language model of its own"
     if not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
         return "it has no language-model head; load it with AutoModelForCausalLM"
-    if len({parameter.device for parameter in model.parameters()}) != 1:
-        return "its weights lie on several devices"
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
+        return f"its weights lie on {', '.join(sorted(map(str, devices))) or 'no device'}; all of them must be on one GPU or CPU"
     reason = _why_not_its_state(model) or _why_not_its_experts(model)
     if reason is None and not getattr(model, "_supports_attention_backend", False):
         return "its attention takes no other implementation"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +37,40 @@ class Settings:
 
 
 settings = Settings(BucketLadder.preset("vllm", overflow="chunk"))
-_live: Tensor | None = None
+
+
+class Owner:
+    """Runtimes of one user of a model's experts: one a shape and format (in most models one), each with all its layers on one arena.
+
+    A model's own forward passes are one user, each decoder is another: neither changes the other's buckets, and so its bits.
+    """
+
+    def __init__(self, chosen: Settings) -> None:
+        self.settings = chosen
+        self.runtimes: dict[tuple[Any, ...], MoERuntime] = {}
+        self.joined: weakref.WeakKeyDictionary[nn.Module, _Joined] = weakref.WeakKeyDictionary()
+
+
+class _Ambient(threading.local):
+    """What a thread's forward pass is part of: a decoder's step, or (None) nothing."""
+
+    owner: Owner | None = None
+    live: Tensor | None = None
+
+
+_ambient = _Ambient()
 
 
 @contextmanager
-def live_tokens(live: Tensor) -> Iterator[None]:
-    """Within it, tokens whose entry in `live` (bool `[tokens]`, read when the step runs) is False are routed nowhere: they cost nothing."""
-    global _live
-    before, _live = _live, live
+def running(owner: Owner, live: Tensor | None) -> Iterator[None]:
+    """Within it, this thread's experts run in `owner`'s runtimes; tokens whose entry in `live` (bool `[tokens]`, read when the step runs) is False
+    are routed nowhere: they cost nothing."""
+    before = _ambient.owner, _ambient.live
+    _ambient.owner, _ambient.live = owner, live
     try:
         yield
     finally:
-        _live = before
+        _ambient.owner, _ambient.live = before
 
 
 def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -62,13 +85,16 @@ def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         `[T, H]`, the weighted sum over experts.
     """
-    joined = module.__dict__.get(_JOINED)
+    owner, live = (None, None) if torch.compiler.is_compiling() else (_ambient.owner, _ambient.live)
+    joined = module.__dict__.get(_JOINED) if owner is None else owner.joined.get(module)
     if not torch.compiler.is_compiling() and (joined is None or not joined.holds(module)):
-        joined = module.__dict__[_JOINED] = _join(module, hidden_states, top_k_index.shape[-1])
+        joined = _join(module, top_k_index.shape[-1], owner, joined)
     if joined is None or joined.number is None or hidden_states.dtype != torch.bfloat16:
         return _fall_back(module, joined, hidden_states, top_k_index, top_k_weights)
-    if _live is not None and _live.shape[0] == top_k_index.shape[0]:
-        top_k_index = torch.where(_live[:, None], top_k_index, -1)
+    if live is not None and live.shape[0] == top_k_index.shape[0]:
+        top_k_index = torch.where(live[:, None], top_k_index, -1)
+    if getattr(module.config, "zero_expert_num", None):  # what such a router sends to no expert, it sends to any, with weight 0
+        top_k_index = torch.where(top_k_weights != 0, top_k_index, -1)
     weights = top_k_weights.float()
     with torch.no_grad():
         out = recorded(hidden_states.detach(), top_k_index, weights.detach(), None, joined.number, joined.layer)
@@ -117,43 +143,28 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "config", "down_proj", "_apply_gate"))
 
 
-class _Model:
-    """All runtimes of one model: one a shape and format (in most models one), each on one arena."""
-
-    def __init__(self) -> None:
-        self.settings: Settings = settings
-        self.runtimes: dict[tuple[Any, ...], MoERuntime] = {}
+_owners: dict[int, tuple[weakref.ref[Any], Owner]] = {}
+"""Of models' own forward passes, by the identity of the configuration that all modules of one model share."""
 
 
-_models: dict[int, tuple[weakref.ref[Any], _Model]] = {}
-"""By the identity of the configuration that all modules of one model share."""
+def owner_of(config: Any) -> Owner:
+    """Of a model's own forward passes."""
+    key = id(config)
+    if key not in _owners:
+        _owners[key] = (weakref.ref(config, lambda _: _owners.pop(key, None)), Owner(settings))
+    return _owners[key][1]
 
 
 def runtimes_of(config: Any) -> list[MoERuntime]:
-    """The runtimes that a model's experts have joined so far."""
-    return list(_model_of(config).runtimes.values())
-
-
-def use_buckets(config: Any, buckets: BucketLadder) -> None:
-    """Plan these buckets for a model; layers that run already move to a new runtime at their next call."""
-    model = _model_of(config)
-    if buckets != model.settings.buckets:
-        model.settings = replace(model.settings, buckets=buckets)
-        model.runtimes.clear()
-
-
-def _model_of(config: Any) -> _Model:
-    key = id(config)
-    if key not in _models:
-        _models[key] = (weakref.ref(config, lambda _: _models.pop(key, None)), _Model())
-    return _models[key][1]
+    """The runtimes that a model's own forward passes have made so far."""
+    return list(owner_of(config).runtimes.values())
 
 
 class _Joined:
     """A module's place in a runtime; `number` is None where Transformers' own code runs instead."""
 
-    def __init__(self, module: nn.Module, model: _Model, runtime: MoERuntime | None, reason: str | None) -> None:
-        self.model = model
+    def __init__(self, module: nn.Module, owner: Owner, runtime: MoERuntime | None, reason: str | None) -> None:
+        self.owner = owner
         self.runtime = runtime
         self.reason = reason
         self.number = None if runtime is None else runtime.number
@@ -161,8 +172,8 @@ class _Joined:
         self._weights = tuple((weight, weight.data_ptr()) for weight in _weights_of(module))
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether the module's weights are still those that joined, in a runtime that its model still uses."""
-        if self.runtime is not None and self.runtime not in self.model.runtimes.values():
+        """Whether the module's weights are still those that joined, in a runtime that its owner still uses."""
+        if self.runtime is not None and self.runtime not in self.owner.runtimes.values():
             return False
         return all(
             weight is mine and weight.data_ptr() == pointer for weight, (mine, pointer) in zip(_weights_of(module), self._weights, strict=True)
@@ -179,31 +190,40 @@ def _weights_of(module: nn.Module) -> tuple[Tensor, ...]:
     return tuple(weight for weight in found if isinstance(weight, Tensor))
 
 
-def _join(module: nn.Module, hidden_states: Tensor, top_k: int) -> _Joined:
-    model = _model_of(module.config)
+def _join(module: nn.Module, top_k: int, decoder: Owner | None, before: _Joined | None) -> _Joined:
+    """Give the module a place in a runtime of the decoder, or of its model's own forward passes."""
+    owner = owner_of(module.config) if decoder is None else decoder
+    joined = _joined(module, top_k, owner, before)
+    if decoder is None:
+        module.__dict__[_JOINED] = joined  # where torch.compile finds it
+    else:
+        owner.joined[module] = joined
+    return joined
+
+
+def _joined(module: nn.Module, top_k: int, owner: Owner, before: _Joined | None) -> _Joined:
     reason = why_not(module, top_k)
     if reason is not None:
-        return _Joined(module, model, None, reason)
+        return _Joined(module, owner, None, reason)
     if module.training:
         raise InvalidInput("graphmoe computes no gradients and the model is in training mode: call model.eval()")
     weights = _weights(module, top_k)
     key = (weights.spec, weights.fmt, weights.device)
-    before = module.__dict__.get(_JOINED)
     if before is not None:  # weights have moved: all layers of that runtime join a new one, each at its next call
-        model.runtimes = {kept: runtime for kept, runtime in model.runtimes.items() if runtime is not before.runtime}
-    if key in model.runtimes:
-        model.runtimes[key].add_layer(weights)
+        owner.runtimes = {kept: runtime for kept, runtime in owner.runtimes.items() if runtime is not before.runtime}
+    if key in owner.runtimes:
+        owner.runtimes[key].add_layer(weights)
     else:
-        chosen = model.settings
-        model.runtimes[key] = MoERuntime(weights.spec, weights, buckets=chosen.buckets, path=chosen.path, capture=False, progress=False)
-    return _Joined(module, model, model.runtimes[key], None)
+        chosen = owner.settings
+        owner.runtimes[key] = MoERuntime(weights.spec, weights, buckets=chosen.buckets, path=chosen.path, capture=False, progress=False)
+    return _Joined(module, owner, owner.runtimes[key], None)
 
 
 def _leave(module: nn.Module) -> None:
     """Let go of the runtime that holds the module's weights."""
     joined = module.__dict__.pop(_JOINED, None)
     if joined is not None:
-        joined.model.runtimes.clear()
+        joined.owner.runtimes.clear()
 
 
 def _weights(module: nn.Module, top_k: int) -> ExpertWeights:
