@@ -1,6 +1,7 @@
 """Rewrite a checkpoint in another weight format, file by file: resumable, and never a half-written file under its final name.
 
 Every block-FP8 weight (e4m3 with a `..._scale_inv` beside it) is converted, of experts or not; BF16 weights are quantised only if they are experts'.
+`w4afp8` is a format of experts alone: what else is block FP8 stays block FP8 beside it.
 All other tensors, and all other top-level files of the directory, are copied as they are. What the result must not be is refused before anything is
 written, and NaN or infinity as they are met.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint import (
+    DTYPES,
     INDEX_NAME,
     SCALE_SUFFIX,
     CheckpointReader,
@@ -33,8 +35,8 @@ from graphmoe.checkpoint import (
     some,
     write_index,
 )
-from graphmoe.errors import CheckpointError
-from graphmoe.formats import BLOCK, fp8_block, get_format, ue8m0
+from graphmoe.errors import BadSetting, CheckpointError
+from graphmoe.formats import BLOCK, fp8_block, stored_format, ue8m0, w4afp8
 from graphmoe.formats.fp8_block import dequantize_weight
 from graphmoe.loading import SCALE_DTYPES, is_finite
 
@@ -98,6 +100,8 @@ def convert_checkpoint(
     target: str | os.PathLike[str],
     fmt: str,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    *,
+    clip_search: bool = False,
 ) -> list[ConvertedFile]:
     """Convert every file of `source` into `target`.
 
@@ -107,17 +111,21 @@ def convert_checkpoint(
     Args:
         source: a checkpoint directory, with or without an index; not changed. Its top-level files count, and those that its index names.
         target: another directory; made if absent. It may hold what an interrupted run of this conversion left, and no other files.
-        fmt: `"fp8_block"`, `"ue8m0"` or `"bf16"`.
+        fmt: `"fp8_block"`, `"ue8m0"`, `"w4afp8"` (in groups of 128) or `"bf16"`.
         progress: called with (file name, tensors done, tensors in all files) as the work goes on.
+        clip_search: for `"w4afp8"`, choose each group's scale by its squared error: a smaller error, in more time.
 
     Raises:
+        BadSetting: a search of scales that the format does not have.
         CheckpointError: a checkpoint (or its `config.json`) that cannot be read; a scale without its weight, of another shape or dtype; no weight
             that this converts, or quantised ones that it does not know; experts that the format cannot store; a `target` that is `source`, a
             file, holds other files, or is being written by another process: nothing is written then. NaN, infinity or a negative scale, with the
             tensor's name: the files that were finished before stay.
         UnsupportedShape: an unknown format.
     """
-    get_format(fmt)
+    stored_format(fmt)
+    if clip_search and fmt != "w4afp8":
+        raise BadSetting(f"clip_search belongs to 'w4afp8', not to {fmt!r}; leave it out")
     source, target = Path(source), Path(target)
     if source.resolve() == target.resolve():
         raise CheckpointError(f"the result cannot replace its source {source}; give another directory")
@@ -132,13 +140,13 @@ def convert_checkpoint(
             raise CheckpointError(f"{source}: the index names {some(absent)}, not there; fetch what is missing first")
         config = _read_config(source / _CONFIG)
         _judge(reader, fmt)
-        jobs = [_job(reader, name, keys, fmt) for name, keys in files]
+        jobs = [_job(reader, name, keys, fmt, clip_search) for name, keys in files]
         _judge_target(source, target, fmt, names)
         make_directory(target)
         with locked(target / _LOCK, wait=False):
             for folder in {(target / name).parent for name in names} | {target}:
                 remove_leftovers(folder)
-            results = _convert_files(reader, jobs, target, fmt, progress)
+            results = _convert_files(reader, jobs, target, fmt, clip_search, progress)
             weight_map = {key: job.name for job in jobs for key in job.layout}
             write_index(target, weight_map)
             _copy_the_rest(source, target)
@@ -230,7 +238,7 @@ def _judge_quantised(reader: CheckpointReader, key: str, shape: tuple[int, ...],
 
 def _judge_expert(key: str, shape: tuple[int, ...], fmt: str) -> list[str]:
     """What is wrong with the shape of an expert's weight, or of a stack of them, in the new format."""
-    divisor = get_format(fmt).divisor
+    divisor = stored_format(fmt).divisor
     fused = not key.endswith(".weight")
     if len(shape) != (3 if fused else 2) or 0 in shape:
         return [f"{key} is {shape}, not {'[E, N, K]' if fused else '[N, K]'}"]
@@ -240,7 +248,7 @@ def _judge_expert(key: str, shape: tuple[int, ...], fmt: str) -> list[str]:
     return []
 
 
-def _job(reader: CheckpointReader, name: str, keys: list[str], fmt: str) -> _Job:
+def _job(reader: CheckpointReader, name: str, keys: list[str], fmt: str, clip_search: bool) -> _Job:
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
     files = {name}
     for key in keys:
@@ -251,24 +259,28 @@ def _job(reader: CheckpointReader, name: str, keys: list[str], fmt: str) -> _Job
             files.add(reader.file_of(key + SCALE_SUFFIX))
         if not _converts(reader, key, fmt):
             layout[key] = dtype, shape
-        elif fmt == "bf16":
-            layout[key] = "BF16", shape
-        else:
-            layout[key] = "F8_E4M3", shape
-            blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
-            layout[key + SCALE_SUFFIX] = "F8_E8M0" if fmt == "ue8m0" else "F32", blocks
+            continue
+        becomes = stored_format(_becomes(key, fmt))
+        layout[key] = DTYPES[getattr(torch, becomes.weight_dtype)], (*shape[:-2], *becomes.stored_shape(*shape[-2:]))
+        if becomes.scales is not None:
+            layout[key + SCALE_SUFFIX] = "F8_E8M0" if fmt == "ue8m0" else "F32", (*shape[:-2], *becomes.scale_shape(*shape[-2:]))
     stats = {file: (reader.directory / file).stat() for file in sorted(files)}
     made_from = {
         "fmt": fmt,
         "keys": hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest(),
         "files": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
-    }
+    } | ({"clip_search": True} if clip_search else {})
     return _Job(name, keys, made_from, layout)
 
 
 def _converts(reader: CheckpointReader, key: str, fmt: str) -> bool:
     """Whether a weight is converted: quantised ones are, and BF16 ones of experts where the format is another."""
     return key + SCALE_SUFFIX in reader or (fmt != "bf16" and _EXPERT.search(key) is not None)
+
+
+def _becomes(key: str, fmt: str) -> str:
+    """The format that a weight which is converted takes."""
+    return "fp8_block" if fmt == "w4afp8" and not _EXPERT.search(key) else fmt
 
 
 def _judge_target(source: Path, target: Path, fmt: str, names: list[str]) -> None:
@@ -298,7 +310,7 @@ def _judge_target(source: Path, target: Path, fmt: str, names: list[str]) -> Non
 
 
 def _convert_files(
-    reader: CheckpointReader, jobs: list[_Job], target: Path, fmt: str, progress: Callable[[str, int, int], None]
+    reader: CheckpointReader, jobs: list[_Job], target: Path, fmt: str, clip_search: bool, progress: Callable[[str, int, int], None]
 ) -> list[ConvertedFile]:
     results = []
     done, total = 0, sum(len(job.keys) for job in jobs)
@@ -311,7 +323,7 @@ def _convert_files(
             with beside(target / job.name) as temporary:
                 with TensorFile(temporary, job.layout, _marked(job.made_from, longest)) as file:
                     for key in job.keys:
-                        errors += _convert(reader, key, fmt, file)
+                        errors += _convert(reader, key, fmt, clip_search, file)
                         done += 1
                         progress(job.name, done, total)
                     file.finish(_marked(job.made_from, errors))
@@ -348,7 +360,7 @@ def _finished(path: Path, made_from: dict[str, Any]) -> list[TensorError] | None
         return None
 
 
-def _convert(reader: CheckpointReader, key: str, fmt: str, file: TensorFile) -> list[TensorError]:
+def _convert(reader: CheckpointReader, key: str, fmt: str, clip_search: bool, file: TensorFile) -> list[TensorError]:
     """Write what becomes of one tensor, piece by piece. A weight takes its scale along, whatever file that was in."""
     if key.endswith(SCALE_SUFFIX):
         return []
@@ -360,16 +372,18 @@ def _convert(reader: CheckpointReader, key: str, fmt: str, file: TensorFile) -> 
             file.append(key, stored)
         return []
     moved = size = 0.0
+    becomes = _becomes(key, fmt)
     for name, weight, scale in _matrices(key, reader.read(key), reader.read(key + SCALE_SUFFIX) if key + SCALE_SUFFIX in reader else None):
         blocks = max(1, PIECE // (BLOCK * weight.shape[1]))
         for at in range(0, -(-weight.shape[0] // BLOCK), blocks):
             rows = weight[at * BLOCK : (at + blocks) * BLOCK]
-            new, new_scale, its_moved, its_size = _convert_rows(reader, name, rows, None if scale is None else scale[at : at + blocks], fmt)
+            its_scale = None if scale is None else scale[at : at + blocks]
+            new, new_scale, its_moved, its_size = _convert_rows(reader, name, rows, its_scale, becomes, clip_search)
             file.append(key, new)
             if new_scale is not None:
                 file.append(key + SCALE_SUFFIX, new_scale)
             moved, size = moved + its_moved, size + its_size
-    return [TensorError(_layer(key), key, (moved / size) ** 0.5 if size else 0.0)]
+    return [TensorError(_layer(key), key, (moved / size) ** 0.5 if size else 0.0)] if becomes == fmt else []
 
 
 def _layer(key: str) -> int:
@@ -386,7 +400,9 @@ def _matrices(key: str, weight: Tensor, scale: Tensor | None) -> Iterator[tuple[
         yield f"{key}[{e}]", matrix, None if scale is None else scale[e]
 
 
-def _convert_rows(reader: CheckpointReader, name: str, weight: Tensor, scale: Tensor | None, fmt: str) -> tuple[Tensor, Tensor | None, float, float]:
+def _convert_rows(
+    reader: CheckpointReader, name: str, weight: Tensor, scale: Tensor | None, fmt: str, clip_search: bool
+) -> tuple[Tensor, Tensor | None, float, float]:
     """Some rows of a matrix in the new format: payload, stored scale, and the squared norms of their difference and of the original."""
     _refuse_not_finite(reader, name, weight)
     if scale is not None and not bool((scale.float().isfinite() & (scale.float() >= 0)).all()):
@@ -398,6 +414,9 @@ def _convert_rows(reader: CheckpointReader, name: str, weight: Tensor, scale: Te
     if fmt == "bf16":
         new = original.to(torch.bfloat16)
         return new, None, _square(new.float() - original), size
+    if fmt == "w4afp8":
+        payload, new_scale = w4afp8.quantize_weight(original, clip_search=clip_search)
+        return payload, new_scale, _square(w4afp8.dequantize_weight(payload, new_scale) - original), size
     if scale is None:
         payload, new_scale = (ue8m0 if fmt == "ue8m0" else fp8_block).quantize_weight(weight)
     else:
@@ -434,9 +453,16 @@ def _copy_the_rest(source: Path, target: Path) -> None:
 
 
 def _set_quantisation(config: dict[str, Any], fmt: str, weight_map: dict[str, str]) -> None:
-    """What Transformers must be told of the weights (its `FineGrainedFP8Config`), where the config said it before."""
+    """What Transformers (its `FineGrainedFP8Config`), or for `w4afp8` SGLang, must be told of the weights, where the config said it before."""
     plain = sorted(key.removesuffix(".weight") for key in weight_map if key.endswith(".weight") and key + SCALE_SUFFIX not in weight_map)
-    quantisation = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": plain}
+    quantisation: dict[str, Any] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": plain,
+    }
+    if fmt == "w4afp8":
+        quantisation |= {"quant_method": "w4afp8", "group_size": BLOCK}
     for stating in _stating(config) or [config]:
         for name in _STATED:
             stating.pop(name, None)

@@ -17,6 +17,7 @@
     ├── CallError               (ValueError)
     │   ├── InvalidInput                       a call's tensor has the wrong shape, dtype, device or stride
     │   └── BatchTooLarge                      more tokens than the largest bucket
+    ├── BadSetting              (ValueError)   an option or environment variable that is not legal, or contradicts another
     ├── RuntimeClosed           (RuntimeError) a call after close()
     ├── CaptureError            (RuntimeError) the captured graph is not what the plan promised
     └── VerifyFailed            (RuntimeError) a verified call was wrong; the message reproduces it
@@ -91,6 +92,10 @@ class InvalidInput(CallError):
 
 class BatchTooLarge(CallError):
     """More tokens than the largest bucket."""
+
+
+class BadSetting(GraphMoEError, ValueError):
+    """An option or an environment variable has a value that is not legal, or contradicts another."""
 
 
 class RuntimeClosed(GraphMoEError, RuntimeError):

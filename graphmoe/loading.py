@@ -1,25 +1,29 @@
-"""Read one layer's experts from a Hugging Face checkpoint: per-expert or fused names, BF16 or block FP8, one projection in memory at a time."""
+"""Read one layer's experts from a Hugging Face checkpoint: per-expert or fused names, BF16, block FP8 or W4AFP8, one projection at a time."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from graphmoe.checkpoint import SCALE_SUFFIX, CheckpointReader, expert_key, experts_prefix, some
+from graphmoe.checkpoint import DTYPES, SCALE_SUFFIX, CheckpointReader, expert_prefix, experts_prefix, some
 from graphmoe.errors import CheckpointError
-from graphmoe.formats import BLOCK, get_format
+from graphmoe.formats import STORED, Format
 from graphmoe.formats.fp8_block import holds_nan
+from graphmoe.formats.w4afp8 import GROUPS, one_input_scale
 from graphmoe.sharding import IntermediateShard
 from graphmoe.spec import MoESpec
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """What a stored block scale may be, as safetensors says it."""
+
+GROUP_SCALE_DTYPES = ("F32", "BF16", "F16")
+"""What a scale of `w4afp8` may be."""
 
 _NAMES = "names as of Qwen3-MoE and DeepSeek-V3, or fused gate_up_proj"
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(?:gate|up|down|gate_up)_proj")
@@ -27,9 +31,13 @@ _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?(?:gate|
 
 @dataclass(frozen=True)
 class _Projection:
-    """A projection `[rows, columns]` of one expert; in a fused tensor `[E, parts * rows, columns]` it is row block `part`."""
+    """A projection `[rows, columns]` of one expert; in a fused tensor `[E, parts * rows, columns]` it is row block `part`.
+
+    `other_name` is what Mixtral calls it, and in W4AFP8 checkpoints its input scale.
+    """
 
     name: str
+    other_name: str
     rows: int
     columns: int
     part: int = 0
@@ -37,7 +45,7 @@ class _Projection:
 
 
 class _Source:
-    """The tensors of one layer in one of the two naming schemes."""
+    """The tensors of one layer in one of the two naming schemes, and the format that their names and dtypes tell."""
 
     def __init__(self, reader: CheckpointReader, spec: MoESpec, layer: int) -> None:
         self.reader, self.spec, self.layer = reader, spec, layer
@@ -45,21 +53,50 @@ class _Source:
         h, i = spec.hidden_size, spec.intermediate_size
         gate_up, parts = ("gate_up_proj", "gate_up_proj"), 2 if self.fused else 1
         names = gate_up if self.fused else ("gate_proj", "up_proj")
-        self.gate = _Projection(names[0], i, h, 0, parts)
-        self.up = _Projection(names[1], i, h, parts - 1, parts)
-        self.down = _Projection("down_proj", h, i)
+        self.gate = _Projection(names[0], "w1", i, h, 0, parts)
+        self.up = _Projection(names[1], "w3", i, h, parts - 1, parts)
+        self.down = _Projection("down_proj", "w2", h, i)
+        self.projections = (self.gate, self.up, self.down)
+        self.present = {key for key in reader.keys() if key.startswith(experts_prefix(layer))}  # noqa: SIM118 - not a mapping
+        self.suffix = "weight_packed" if any(key.endswith(".weight_packed") for key in self.present) else "weight"
+        self.experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
+        self.format = self._format()
         self.not_finite: list[str] = []
+
+    def _format(self) -> Format:
+        """Quantised weights have scales; they are int4 where their names say packed, or where they are int8 and none is e4m3."""
+        every = [(projection, e) for e in self.experts for projection in self.projections]
+        scaled = [one for one in every if self.scale_key(*one) in self.present]
+        dtypes = {self.reader.describe(self.key(*one))[1] for one in every if self.key(*one) in self.present}
+        if self.suffix == "weight" and not (scaled and "I8" in dtypes and "F8_E4M3" not in dtypes):
+            return STORED["fp8_block" if scaled else "bf16"]
+        for projection, e in scaled[:1]:
+            shape, _ = self.reader.describe(self.scale_key(projection, e))
+            for group in GROUPS:
+                if shape[-1:] == (projection.columns // group,):
+                    return replace(STORED["w4afp8"], block=(1, group))
+        return STORED["w4afp8"]
 
     def _fused_key(self, name: str) -> str:
         return experts_prefix(self.layer) + name
 
     def key(self, projection: _Projection, expert: int) -> str:
-        return self._fused_key(projection.name) if self.fused else expert_key(self.layer, expert, projection.name)
+        """Name of the weight that a projection is in."""
+        return self._fused_key(projection.name) if self.fused else f"{expert_prefix(self.layer, expert)}{projection.name}.{self.suffix}"
+
+    def scale_key(self, projection: _Projection, expert: int) -> str:
+        """Name of its scales."""
+        return (self.key(projection, expert) if self.fused else f"{expert_prefix(self.layer, expert)}{projection.name}.weight") + SCALE_SUFFIX
+
+    def input_scale_key(self, projection: _Projection, expert: int) -> str:
+        """Name of the scale of its activations, under which of two names it is here."""
+        first, second = (f"{expert_prefix(self.layer, expert)}{name}.input_scale" for name in (projection.name, projection.other_name))
+        return second if second in self.present else first
 
     def stored_shape(self, projection: _Projection, *, scale: bool) -> tuple[int, ...]:
         """What the checkpoint's tensor must be."""
-        unit = BLOCK if scale else 1
-        shape = (-(-projection.parts * projection.rows // unit), -(-projection.columns // unit))
+        shape_of = self.format.scale_shape if scale else self.format.stored_shape
+        shape = shape_of(projection.parts * projection.rows, projection.columns)
         return (self.spec.num_experts, *shape) if self.fused else shape
 
     def read_weight(self, projection: _Projection, expert: int) -> Tensor:
@@ -72,11 +109,17 @@ class _Source:
 
     def read(self, projection: _Projection, expert: int, *, scale: bool) -> Tensor:
         """One expert's projection or its scales; of a fused tensor only that expert's rows are read."""
-        key = self.key(projection, expert) + (SCALE_SUFFIX if scale else "")
+        key = self.scale_key(projection, expert) if scale else self.key(projection, expert)
         if not self.fused:
             return self.reader.read(key)
-        rows = projection.rows // BLOCK if scale else projection.rows
+        rows = projection.rows // self.format.block[0] if scale else projection.rows
         return self.reader.read_rows(key, expert, slice(projection.part * rows, (projection.part + 1) * rows))
+
+    def input_scale(self, *projections: _Projection) -> Tensor | None:
+        """One for all experts that the checkpoint has, of this rank or not: then ranks agree on how a token is rounded before it is sent to them."""
+        keys = [self.input_scale_key(projection, e) for e in range(self.spec.num_experts) for projection in projections]
+        found = [self.reader.read(key).float().flatten() for key in keys if key in self.present]
+        return one_input_scale(torch.cat(found)) if found else None
 
 
 def load_experts(
@@ -87,7 +130,8 @@ def load_experts(
     Peak host memory is the result (if it stays on the CPU) plus one projection of one expert and its shard.
 
     Returns:
-        the format's name, the intermediate size of what was read, and the tensors `w13`, `w2` (and their scales) by `ExpertWeights`' names.
+        the format's name, the intermediate size of what was read, and the tensors `w13`, `w2` (and their scales, and those of their activations)
+        by `ExpertWeights`' names.
 
     Raises:
         CheckpointError: tensors that are missing, extra, misshapen or of another dtype, bad scales (NaN, infinite, negative): all in one error;
@@ -96,56 +140,64 @@ def load_experts(
     with CheckpointReader(directory) as reader:
         source = _Source(reader, spec, layer)
         fmt = _judge(source, str(directory))
-        shard = IntermediateShard.of(spec, tp, tp_rank, get_format(fmt).divisor)
+        shard = IntermediateShard.of(spec, tp, tp_rank, fmt.divisor)
         e, h, width = spec.num_local_experts, spec.hidden_size, shard.width
-        dtype = torch.bfloat16 if fmt == "bf16" else torch.float8_e4m3fn
-        tensors = {"w13": torch.empty(e, 2 * width, h, dtype=dtype, device=device), "w2": torch.empty(e, h, width, dtype=dtype, device=device)}
-        if fmt != "bf16":
-            for name, tensor in list(tensors.items()):
-                shape = (e, tensor.shape[1] // BLOCK, tensor.shape[2] // BLOCK)
-                tensors[f"{name}{SCALE_SUFFIX}"] = torch.empty(shape, dtype=torch.float32, device=device)
+        dtype, scale_dtype = getattr(torch, fmt.weight_dtype), getattr(torch, fmt.scale_dtype)
+        tensors = {}
+        for name, rows, columns in (("w13", 2 * width, h), ("w2", h, width)):
+            tensors[name] = torch.empty(e, *fmt.stored_shape(rows, columns), dtype=dtype, device=device)
+            if fmt.scales is not None:
+                tensors[name + SCALE_SUFFIX] = torch.empty(e, *fmt.scale_shape(rows, columns), dtype=scale_dtype, device=device)
 
         console = Console(stderr=True)
         steps = track(range(e), f"layer {layer}", console=console, transient=True, disable=not (progress and console.is_terminal))
         for local in steps:
             for projection, name, offset, dim in ((source.gate, "w13", 0, 0), (source.up, "w13", width, 0), (source.down, "w2", 0, 1)):
                 expert = spec.expert_offset + local
-                scale = None if fmt == "bf16" else source.read(projection, expert, scale=True).float()
-                part, part_scale = shard.cut(source.read_weight(projection, expert), scale, dim=dim)
+                scale = None if fmt.scales is None else source.read(projection, expert, scale=True).to(scale_dtype)
+                per_element, per_scale = (1, fmt.block[0]) if dim == 0 else (fmt.per_element, fmt.block[1])
+                part, part_scale = shard.cut(source.read_weight(projection, expert), scale, dim=dim, per_element=per_element, per_scale=per_scale)
                 tensors[name][local, offset : offset + part.shape[0]].copy_(part)
                 if part_scale is not None:
-                    at = offset // BLOCK
+                    at = offset // fmt.block[0]
                     tensors[name + SCALE_SUFFIX][local, at : at + part_scale.shape[0]].copy_(part_scale)
                 del part  # before the next is read
         if source.not_finite:
             raise CheckpointError(f"{directory}: NaN or infinity in {some(source.not_finite)}; take these tensors from the original checkpoint")
-    return fmt, width, tensors
+        for name, projections in (("w13", (source.gate, source.up)), ("w2", (source.down,))):
+            input_scale = source.input_scale(*projections)
+            if input_scale is not None:
+                tensors[f"{name}_input_scale"] = input_scale.to(device)
+    return fmt.name, width, tensors
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether a bf16 or e4m3 tensor on the CPU is finite throughout; makes no temporary, as the stated peak of memory demands."""
+    """Whether a bf16, e4m3 or int8 tensor on the CPU is finite throughout; makes no temporary, as the stated peak of memory demands."""
+    if weight.dtype == torch.int8:
+        return True
     if weight.dtype == torch.float8_e4m3fn:
         return not holds_nan(weight)
     return bool(torch.stack(weight.aminmax()).isfinite().all())  # NaN if any element is
 
 
-def _judge(source: _Source, directory: str) -> str:
+def _judge(source: _Source, directory: str) -> Format:
     """The format of a layer's experts, or one error that names everything that is wrong with them."""
-    spec, reader, layer = source.spec, source.reader, source.layer
-    experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
-    projections = {source.key(projection, e): projection for e in experts for projection in (source.gate, source.up, source.down)}
-    present = {key for key in reader.keys() if key.startswith(experts_prefix(layer))}  # noqa: SIM118 - not a mapping
+    spec, reader, layer, present, experts, fmt = source.spec, source.reader, source.layer, source.present, source.experts, source.format
+    weights = {source.key(projection, e): projection for e in experts for projection in source.projections}
+    scales = {source.scale_key(projection, e): projection for e in experts for projection in source.projections}
     if not present:
         raise CheckpointError(f"{directory}: layer {layer} has no experts under {experts_prefix(layer)}; {_layers_with_experts(reader)}")
-    quantised = any(key + SCALE_SUFFIX in present for key in projections)
 
     problems = []
-    wanted = [*projections, *(key + SCALE_SUFFIX for key in projections if quantised)]
+    every = [(projection, e) for e in range(spec.num_experts) for projection in source.projections]
+    inputs = {source.input_scale_key(*one): one[1] for one in every} if fmt.name == "w4afp8" and not source.fused else {}
+    known = {source.key(*one) for one in every} | {source.scale_key(*one) for one in every} | set(inputs)
+    found_inputs = [key for key in inputs if key in present]
+    wanted = [*weights, *(scales if fmt.scales is not None else ()), *(key for key, e in inputs.items() if found_inputs and e in experts)]
     missing = [key for key in wanted if key not in present]
     if missing:
         problems.append(f"{some(missing)} missing")
-    every = {source.key(projection, e) for e in range(spec.num_experts) for projection in (source.gate, source.up, source.down)}
-    extra = sorted(present - every - {key + SCALE_SUFFIX for key in every})
+    extra = sorted(present - known)
     if extra:
         problems.append(f"{some(extra)} not part of such a layer")
     stored = _experts_stored(source, present)
@@ -153,21 +205,29 @@ def _judge(source: _Source, directory: str) -> str:
 
     scale_dtypes = set()
     wrong = []
-    for key, projection in projections.items():
-        for name, scale in ((key, False), (key + SCALE_SUFFIX, True)):
+    int4 = fmt.name == "w4afp8"
+    groups = f" (one for {', '.join(map(str, GROUPS))} columns)" if int4 else ""
+    for (key, projection), scale_key in zip(weights.items(), scales, strict=True):
+        for name, scale in ((key, False), (scale_key, True)):
             if name not in present:
                 continue
             shape, dtype = reader.describe(name)
-            allowed = SCALE_DTYPES if scale else ("F8_E4M3",) if quantised else ("BF16",)
+            allowed = (GROUP_SCALE_DTYPES if int4 else SCALE_DTYPES) if scale else (DTYPES[getattr(torch, fmt.weight_dtype)],)
             if shape != source.stored_shape(projection, scale=scale):
-                wrong.append(f"{name} is {shape}, not {source.stored_shape(projection, scale=scale)}")
+                wrong.append(f"{name} is {shape}, not {source.stored_shape(projection, scale=scale)}{groups if scale else ''}")
             elif dtype not in allowed:
                 wrong.append(f"{name} is {dtype}, not {' or '.join(allowed)}")
             elif scale:
                 scale_dtypes.add("F8_E8M0" if dtype == "F8_E8M0" else "other")
-                values = reader.read(name).float()
-                if not bool((values.isfinite() & (values >= 0)).all()):
-                    wrong.append(f"{name} holds a scale that is NaN, infinite or negative")
+                values = reader.read(name).to(getattr(torch, fmt.scale_dtype))
+                if not bool((values.isfinite() & ((values >= 0) | int4)).all()):
+                    wrong.append(f"{name} holds a scale that is NaN, infinite or {'beyond bfloat16' if int4 else 'negative'}")
+    for key in found_inputs:
+        shape, dtype = reader.describe(key)
+        if shape not in ((), (1,)) or dtype not in GROUP_SCALE_DTYPES:
+            wrong.append(f"{key} is {dtype} {shape}, not {' or '.join(GROUP_SCALE_DTYPES)} (1,)")
+        elif not 0 < float(reader.read(key)) < float("inf"):
+            wrong.append(f"{key} is {float(reader.read(key))}, not finite and positive")
     if wrong:
         problems.append(some(wrong))
     if len(scale_dtypes) > 1:
@@ -176,8 +236,8 @@ def _judge(source: _Source, directory: str) -> str:
         want = f"spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}, H={spec.hidden_size}, I={spec.intermediate_size}"
         help_ = f"{_NAMES}; the spec's I is the whole model's: a shard is read with tp=, tp_rank="
         raise CheckpointError(f"{directory}: {'; '.join(problems)}; {want} ({help_}){many if stored > spec.num_experts else ''}")
-    fmt = "bf16" if not quantised else "ue8m0" if scale_dtypes == {"F8_E8M0"} else "fp8_block"
-    get_format(fmt).check(spec)
+    fmt = STORED["ue8m0"] if scale_dtypes == {"F8_E8M0"} else fmt
+    fmt.check(spec)
     return fmt
 
 

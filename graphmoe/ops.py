@@ -103,3 +103,17 @@ class Ops(Protocol):
         out: Tensor,
         flags: Tensor,
     ) -> None: ...
+
+    def requantize_per_tensor(
+        self,
+        x: Tensor,
+        scales: Tensor,
+        out_scale: Tensor,
+        *,
+        masked_m: Tensor | None,
+        row_map: Tensor | None,
+        block_rows: int,
+        block_groups: int,
+        warps: int,
+        out: Tensor,
+    ) -> None: ...

@@ -50,10 +50,28 @@ class IntermediateShard:
         own = size // tp
         return cls(block, min(rank * own // block * block, size - width), width, rank * own, (rank + 1) * own)
 
-    def cut(self, weight: Tensor, scale: Tensor | None, *, dim: int) -> tuple[Tensor, Tensor | None]:
-        """The stored part of a weight (and its block scales) along `dim`, a copy in which columns of other ranks are zero."""
-        part = weight.narrow(dim, self.base, self.width).clone()
+    def cut(self, weight: Tensor, scale: Tensor | None, *, dim: int, per_element: int, per_scale: int) -> tuple[Tensor, Tensor | None]:
+        """The stored part of a weight (and its scales) along `dim`, a copy in which columns of other ranks are zero.
+
+        Args:
+            weight: any dtype.
+            scale: its scales.
+            dim: of `weight` and `scale`, which runs over intermediate columns.
+            per_element: intermediate columns in one element of `weight` along `dim`.
+            per_scale: those that share a scale along `dim`; a divisor of the block.
+
+        Raises:
+            WeightsMismatch: a border of what the rank owns falls inside an element.
+        """
+        edges = [self.base, self.first, self.last, self.base + self.width]
+        if any(edge % per_element for edge in edges):
+            raise WeightsMismatch(
+                f"this rank owns the intermediate columns {self.first} to {self.last - 1}, but {per_element} columns are stored in one byte; "
+                f"take a tp at which every rank owns a multiple of {per_element}"
+            )
+        base, first, last, end = (edge // per_element for edge in edges)
+        part = weight.narrow(dim, base, end - base).clone()
         raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
-        raw.narrow(dim, 0, self.first - self.base).zero_()
-        raw.narrow(dim, self.last - self.base, self.width - (self.last - self.base)).zero_()
-        return part, None if scale is None else scale.narrow(dim, self.base // self.block, self.width // self.block)
+        raw.narrow(dim, 0, first - base).zero_()
+        raw.narrow(dim, last - base, end - last).zero_()
+        return part, None if scale is None else scale.narrow(dim, self.base // per_scale, self.width // per_scale)

@@ -151,5 +151,5 @@ class Bench:
 def layers_of(spec: MoESpec, fmt: str) -> int:
     """Layers that a rotation needs so that even one token's experts outgrow the L2 cache."""
     experts = max(1.0, spec.top_k * spec.num_local_experts / spec.num_experts)
-    read = 3 * spec.hidden_size * spec.intermediate_size * get_format(fmt).weight_bytes * experts
+    read = 3 * spec.hidden_size * spec.intermediate_size * get_format(fmt).weight_bits // 8 * experts
     return min(MOST_LAYERS, max(LAYERS, math.ceil(_COLD_BYTES / read)))

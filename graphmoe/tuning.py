@@ -145,7 +145,7 @@ def compile_ahead(spec: MoESpec, fmt: str, sizes: Sequence[int], *, done: Callab
             jobs[point, every] = None
             for choices in neighbours(point):
                 jobs |= dict.fromkeys((recipe, every[:1]) for recipe in choices if recipe != point)
-    each = 3 * spec.num_local_experts * spec.hidden_size * spec.intermediate_size * get_format(fmt).weight_bytes + _PROCESS_BYTES
+    each = 3 * spec.num_local_experts * spec.hidden_size * spec.intermediate_size * get_format(fmt).weight_bits // 8 + _PROCESS_BYTES
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2, 14, torch.cuda.mem_get_info()[0] // each))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for _ in pool.map(_compile, [(spec, fmt, recipe, buckets) for recipe, buckets in jobs]):

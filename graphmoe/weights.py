@@ -15,7 +15,7 @@ from torch import Tensor
 from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, experts_prefix, write_tensors
 from graphmoe.device import resolve_device
 from graphmoe.errors import WeightsMismatch
-from graphmoe.formats import BLOCK, SCALES_PER_WORD, ScaleFormat, get_format, ue8m0
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, ScaleFormat, get_format, stored_format, ue8m0, w4afp8
 from graphmoe.formats.fp8_block import dequantize_weight, holds_nan, quantize_weight
 from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
 from graphmoe.loading import load_experts
@@ -29,11 +29,13 @@ class ExpertWeights:
 
     Attributes:
         spec: the layer they belong to.
-        fmt: `"fp8_block"`, `"ue8m0"` (its scales are powers of two) or `"bf16"`.
-        w13: `[E, 2I, H]`, gate rows first; e4m3 or bf16.
-        w2: `[E, H, I]`.
-        w13_scale_inv: float32 `[E, 2I/128, H/128]`, or None for bf16.
-        w2_scale_inv: float32 `[E, H/128, I/128]`, or None for bf16.
+        fmt: `"fp8_block"`, `"ue8m0"` (its scales are powers of two), `"bf16"`, or `"w4afp8"`, which no path runs yet.
+        w13: `[E, 2I, H]`, gate rows first; e4m3 or bf16. int8 `[E, 2I, H/2]` for w4afp8, two columns in a byte.
+        w2: `[E, H, I]`, or `[E, H, I/2]`.
+        w13_scale_inv: float32 `[E, 2I/128, H/128]`, or bf16 `[E, 2I, H/128]` for w4afp8 (or H/64, H/32), or None for bf16.
+        w2_scale_inv: float32 `[E, H/128, I/128]`, or bf16 `[E, H, I/128]`, or None.
+        w13_input_scale: for w4afp8, float32 `[]`: tokens are rounded to e4m3 as `token / scale`. None where each token and group has its own scale.
+        w2_input_scale: the same for SwiGLU results.
         tp: tensor-parallel ranks for which the intermediate size was cut; 1 is the whole of it.
         origins: by name, the caller's own tensors that these share memory with; a runtime watches them too.
     """
@@ -44,35 +46,63 @@ class ExpertWeights:
     w2: Tensor = field(repr=False)
     w13_scale_inv: Tensor | None = field(default=None, repr=False)
     w2_scale_inv: Tensor | None = field(default=None, repr=False)
+    w13_input_scale: Tensor | None = field(default=None, repr=False, kw_only=True)
+    w2_input_scale: Tensor | None = field(default=None, repr=False, kw_only=True)
     tp: int = field(default=1, kw_only=True)
     origins: Mapping[str, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         shared = {name: origin for name, origin in self.origins.items() if _same_memory(origin, getattr(self, name))}
         object.__setattr__(self, "origins", shared)
-        spec, scaled = self.spec, get_format(self.fmt).scales is not None
+        spec, scaled = self.spec, self._format.scales is not None
         if scaled != (self.w13_scale_inv is not None) or scaled != (self.w2_scale_inv is not None):
             raise WeightsMismatch(f"format {self.fmt!r} {'needs both scales' if scaled else 'has no scales'}")
-        payload = torch.float8_e4m3fn if scaled else torch.bfloat16
         for name, shape in (("w13", _w13_shape(spec)), ("w2", _w2_shape(spec))):
             tensor, scale = getattr(self, name), getattr(self, f"{name}_scale_inv")
-            _check(name, tensor, shape, (payload,))
+            _check(name, tensor, (shape[0], *self._format.stored_shape(*shape[1:])), (getattr(torch, self._format.weight_dtype),))
             _check_strides(name, tensor)
             if tensor.device != self.device:
                 raise WeightsMismatch(f"{name} is on {tensor.device}, w13 on {self.device}; move them to one device")
             if scale is not None:
                 self._check_scale(f"{name}_scale_inv", scale, shape)
+        self._check_input_scales()
 
-    def _check_scale(self, name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+    @property
+    def _format(self) -> Format:
+        """With the groups that these weights have."""
+        of = stored_format(self.fmt)
+        if self.fmt != "w4afp8" or self.w13_scale_inv is None or self.w13_scale_inv.dim() != 3:
+            return of
+        return replace(of, block=(1, w4afp8.group_of(self.spec.hidden_size, self.w13_scale_inv.shape[-1])))
+
+    def _check_input_scales(self) -> None:
+        for name, scale in (("w13_input_scale", self.w13_input_scale), ("w2_input_scale", self.w2_input_scale)):
+            if scale is None:
+                continue
+            if self.fmt != "w4afp8":
+                raise WeightsMismatch(f"{name} is given, but activations of format {self.fmt!r} have scales of their own; leave it out")
+            _check(name, scale, (), (torch.float32,))
+            if scale.device != self.device:
+                raise WeightsMismatch(f"{name} is on {scale.device}, w13 on {self.device}; move them to one device")
+            if not scale.is_meta and not 0 < float(scale) < float("inf"):
+                raise WeightsMismatch(f"{name} is {float(scale)}; it must be finite and positive")
+        if (self.w13_input_scale is None) != (self.w2_input_scale is None):
+            raise WeightsMismatch("one input scale is given; give both, or none for scales per token")
+
+    def _check_scale(self, name: str, scale: Tensor, shape: tuple[int, int, int]) -> None:
         experts, rows, columns = shape
         if scale.device != self.device:
             raise WeightsMismatch(f"{name} is on {scale.device}, w13 on {self.device}; move them to one device")
         if scale.dtype == torch.int32 and self.fmt == "ue8m0":  # packed, see `prepared`
             _check(name, scale, (experts, rows, -(-columns // (BLOCK * SCALES_PER_WORD))), (torch.int32,))
             return
-        _check(name, scale, (experts, -(-rows // BLOCK), -(-columns // BLOCK)), (torch.float32,))
+        _check(name, scale, (experts, *self._format.scale_shape(rows, columns)), (getattr(torch, self._format.scale_dtype),))
         _check_strides(name, scale)
         if scale.is_meta:
+            return
+        if self.fmt == "w4afp8":
+            if not bool(scale.isfinite().all()):
+                raise WeightsMismatch(f"{name} holds a scale that is NaN or infinite")
             return
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             raise WeightsMismatch(f"{name} holds a scale that is NaN, infinite or negative")
@@ -81,19 +111,20 @@ class ExpertWeights:
 
     @classmethod
     def from_bf16(cls, spec: MoESpec, w13: Tensor, w2: Tensor, *, fmt: str = "fp8_block") -> ExpertWeights:
-        """Weights from floating-point tensors, quantised to block FP8 (the default) or kept as `fmt="bf16"`.
+        """Weights from floating-point tensors, quantised to block FP8 (the default) or int4, or kept as `fmt="bf16"`.
 
         Args:
             spec: the layer.
             w13: bf16 (or float32) `[E, 2I, H]`, gate first. A Parameter's history is not kept.
             w2: bf16 (or float32) `[E, H, I]`.
-            fmt: `"fp8_block"`, `"ue8m0"` or `"bf16"`. BF16 tensors kept as BF16 are used in place, not copied.
+            fmt: `"fp8_block"`, `"ue8m0"`, `"w4afp8"` (in groups of 128, without input scales, which take a calibration) or `"bf16"`.
+                BF16 tensors kept as BF16 are used in place, not copied.
 
         Raises:
             WeightsMismatch: shapes, dtypes or devices that do not fit; NaN or infinity in the weights, or for `"bf16"` what becomes infinite there.
             UnsupportedShape: H or I that the format cannot take.
         """
-        get_format(fmt).check(spec)
+        stored_format(fmt).check(spec)
         origins = {"w13": w13, "w2": w2}
         w13, w2 = w13.detach(), w2.detach()
         if w13.device != w2.device:
@@ -109,7 +140,7 @@ class ExpertWeights:
                     raise WeightsMismatch(f"{name} holds {largest:.6g} in expert {e}, bfloat16 ends at {limit:.6g}; take fmt='fp8_block'")
         if fmt == "bf16":
             return cls(spec, fmt, w13.to(torch.bfloat16).contiguous(), w2.to(torch.bfloat16).contiguous(), origins=origins)
-        quantise = quantize_weight if fmt == "fp8_block" else ue8m0.quantize_weight
+        quantise = {"fp8_block": quantize_weight, "ue8m0": ue8m0.quantize_weight, "w4afp8": _quantize_int4}[fmt]
         experts = ((*quantise(w13[e]), *quantise(w2[e])) for e in range(spec.num_local_experts))
         return cls._from_experts(spec, fmt, experts, w13.device)
 
@@ -138,7 +169,7 @@ class ExpertWeights:
             dtypes = f"w13_scale_inv is {w13_scale_inv.dtype}, w2_scale_inv is {w2_scale_inv.dtype}"
             raise WeightsMismatch(f"{dtypes}: two scale formats in one layer; say which with fmt=")
         fmt = fmt or stored[0]
-        if get_format(fmt).scales is None:
+        if stored_format(fmt).weight_dtype != "float8_e4m3fn":
             raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
         get_format(fmt).check(spec)
         scales = [scale.detach().float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
@@ -147,11 +178,51 @@ class ExpertWeights:
         weights._refuse_nan("quantise finite weights anew")
         return weights
 
+    @classmethod
+    def from_int4(
+        cls,
+        spec: MoESpec,
+        w13: Tensor,
+        w13_scale_inv: Tensor,
+        w2: Tensor,
+        w2_scale_inv: Tensor,
+        *,
+        w13_input_scale: Tensor | None = None,
+        w2_input_scale: Tensor | None = None,
+    ) -> ExpertWeights:
+        """Weights of format `w4afp8` from packed int4 and their group scales (`value = int4 * scale_inv`); used in place where contiguous.
+
+        Args:
+            spec: the layer.
+            w13: int8 `[E, 2I, H/2]`, gate first, even columns in the low nibbles.
+            w13_scale_inv: floating `[E, 2I, H/group]`, of either sign, the group 128, 64 or 32; kept as bf16.
+            w2: int8 `[E, H, I/2]`.
+            w2_scale_inv: floating `[E, H, I/group]`, the same group.
+            w13_input_scale: floating, of any shape: of each expert, or of its gate and up. The largest is kept: see `w4afp8.one_input_scale`.
+            w2_input_scale: floating, of any shape. Without both, activations have a scale per token and group.
+
+        Raises:
+            WeightsMismatch: shapes, dtypes or devices that do not fit; a scale that is NaN or infinite, or becomes infinite as bf16; one input scale
+                without the other.
+            WeightsError: an input scale that is not finite and positive.
+            UnsupportedShape: H or I not a multiple of 128; another group.
+        """
+        stored_format("w4afp8").check(spec)
+        for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv)):
+            _format_of_scale(name, scale)
+        scales = [scale.detach().to(torch.bfloat16).contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
+        origins = {"w13": w13, "w2": w2, "w13_scale_inv": w13_scale_inv, "w2_scale_inv": w2_scale_inv}
+        one = [None if scale is None else w4afp8.one_input_scale(scale.detach()) for scale in (w13_input_scale, w2_input_scale)]
+        payloads = (w13.detach().contiguous(), w2.detach().contiguous())
+        return cls(spec, "w4afp8", *payloads, *scales, w13_input_scale=one[0], w2_input_scale=one[1], origins=origins)
+
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """`(w13 [E, 2I, H], w2 [E, H, I])` as float32."""
         self._refuse_packed()
         if self.w13_scale_inv is None or self.w2_scale_inv is None:
             return self.w13.float(), self.w2.float()
+        if self.fmt == "w4afp8":
+            return w4afp8.dequantize_weight(self.w13, self.w13_scale_inv), w4afp8.dequantize_weight(self.w2, self.w2_scale_inv)
         return dequantize_weight(self.w13, self.w13_scale_inv), dequantize_weight(self.w2, self.w2_scale_inv)
 
     def requantize(self, fmt: str) -> ExpertWeights:
@@ -171,10 +242,10 @@ class ExpertWeights:
                 two tensors that share memory: nothing has changed then.
             UnsupportedShape: an unknown format.
         """
-        get_format(fmt)
+        stored_format(fmt)
         if fmt == self.fmt:
             return self
-        if fmt != "ue8m0" or self.w13_scale_inv is None or self.w2_scale_inv is None:
+        if fmt != "ue8m0" or self.fmt != "fp8_block" or self.w13_scale_inv is None or self.w2_scale_inv is None:
             from_bf16 = f"ExpertWeights.from_bf16(spec, *weights.dequantize(), fmt={fmt!r})"
             raise WeightsMismatch(f"weights of format {self.fmt!r} cannot be requantised to {fmt!r}, only 'fp8_block' to 'ue8m0'; take {from_bf16}")
         self._refuse_shared()
@@ -206,8 +277,8 @@ class ExpertWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that exist in this format, by attribute name."""
-        named = {"w13": self.w13, "w2": self.w2, "w13_scale_inv": self.w13_scale_inv, "w2_scale_inv": self.w2_scale_inv}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        names = ("w13", "w2", "w13_scale_inv", "w2_scale_inv", "w13_input_scale", "w2_input_scale")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @property
     def _packed(self) -> bool:
@@ -253,7 +324,7 @@ class ExpertWeights:
     def save(self, directory: str | os.PathLike[str], layer: int = 0) -> Path:
         """Write this layer under the per-expert Hugging Face names, one safetensors file a layer, and enter it in the index.
 
-        Scales are stored as float32, those of format `ue8m0` as `float8_e8m0fnu`.
+        Scales are stored as float32, those of format `ue8m0` as `float8_e8m0fnu`. Every projection of an expert states the input scale of its GEMM.
         A file appears under its final name only when it is complete; what the checkpoint held of these experts is replaced, by a whole layer also
         its fused `gate_up_proj` and `down_proj`.
         An expert-parallel rank writes its own experts under their global ids; several ranks may write into one directory at a time.
@@ -278,8 +349,11 @@ class ExpertWeights:
                 key = expert_key(layer, spec.expert_offset + e, name)
                 tensors[key] = part.contiguous().cpu()
                 if scale is not None:
-                    stored = scale.to(torch.float8_e8m0fnu) if self.fmt == "ue8m0" else scale
+                    stored = scale.to(torch.float8_e8m0fnu) if self.fmt == "ue8m0" else scale.float()
                     tensors[key + SCALE_SUFFIX] = stored.contiguous().cpu()
+                input_scale = self.w2_input_scale if name == "down_proj" else self.w13_input_scale
+                if input_scale is not None:
+                    tensors[f"{expert_prefix(layer, spec.expert_offset + e)}{name}.input_scale"] = input_scale.cpu().reshape(1)
         experts = range(spec.expert_offset, spec.expert_offset + spec.num_local_experts)
         whole = len(experts) == spec.num_experts
         part_name = "" if whole else f"-experts-{experts.start:04d}-{experts.stop - 1:04d}"
@@ -306,7 +380,8 @@ class ExpertWeights:
 
         Per-expert names (`...experts.{e}.gate_proj.weight`) or fused ones (`...experts.gate_up_proj` `[E, 2I, H]`), in any number of files, found
         through `model.safetensors.index.json` or by looking into every `*.safetensors`. Block FP8 (e4m3) if the layer has `..._scale_inv` entries
-        (any floating dtype; `float8_e8m0fnu` makes the format `"ue8m0"`), else BF16. Peak host memory: the result plus one projection of one expert.
+        (any floating dtype; `float8_e8m0fnu` makes the format `"ue8m0"`), W4AFP8 if its weights are int8 (`.weight` or `.weight_packed`, with
+        `.weight_scale_inv` and perhaps `.input_scale`), else BF16. Peak host memory: the result plus one projection of one expert.
 
         Args:
             directory: the checkpoint.
@@ -325,8 +400,8 @@ class ExpertWeights:
             InvalidInput: neither a CUDA device that torch sees nor the CPU.
         """
         fmt, width, tensors = load_experts(directory, spec, layer, device=resolve_device(device), tp=tp, tp_rank=tp_rank, progress=progress)
-        scales = (tensors.get("w13_scale_inv"), tensors.get("w2_scale_inv"))
-        return cls(replace(spec, intermediate_size=width), fmt, tensors["w13"], tensors["w2"], *scales, tp=tp)
+        named: dict[str, Any] = {**tensors}
+        return cls(replace(spec, intermediate_size=width), fmt, **named, tp=tp)
 
     def shard(self, tp: int, tp_rank: int) -> ExpertWeights:
         """Rank `tp_rank`'s part of the intermediate size, a copy; the shards' outputs sum to the whole layer's.
@@ -339,23 +414,26 @@ class ExpertWeights:
             tp_rank: which of them this is.
 
         Raises:
-            WeightsMismatch: a `tp` that does not divide the intermediate size, or a rank that does not exist.
+            WeightsMismatch: a `tp` that does not divide the intermediate size, or leaves half a byte of int4 to a rank; a rank that does not exist.
         """
         self._refuse_packed()
-        cut = IntermediateShard.of(self.spec, tp, tp_rank, get_format(self.fmt).divisor)
+        fmt = self._format
+        cut = IntermediateShard.of(self.spec, tp, tp_rank, fmt.divisor)
         gate_up = (half.chunk(2, dim=1) if half is not None else (None, None) for half in (self.w13, self.w13_scale_inv))
-        pairs = [cut.cut(weight, scale, dim=1) for weight, scale in zip(*gate_up, strict=True) if weight is not None]
-        w2, w2_scale = cut.cut(self.w2, self.w2_scale_inv, dim=2)
+        pairs = [
+            cut.cut(weight, scale, dim=1, per_element=1, per_scale=fmt.block[0]) for weight, scale in zip(*gate_up, strict=True) if weight is not None
+        ]
+        w2, w2_scale = cut.cut(self.w2, self.w2_scale_inv, dim=2, per_element=fmt.per_element, per_scale=fmt.block[1])
         scales = [scale for _, scale in pairs if scale is not None]
         spec = replace(self.spec, intermediate_size=cut.width)
         w13 = torch.cat([weight for weight, _ in pairs], dim=1)
         w13_scale = torch.cat(scales, dim=1) if scales else None
         w2_scale = None if w2_scale is None else w2_scale.contiguous()
-        return ExpertWeights(spec, self.fmt, w13, w2, w13_scale, w2_scale, tp=self.tp * tp)
+        return replace(self, spec=spec, w13=w13, w2=w2, w13_scale_inv=w13_scale, w2_scale_inv=w2_scale, tp=self.tp * tp)
 
     @classmethod
     def _from_experts(cls, spec: MoESpec, fmt: str, experts: Iterator[tuple[Tensor, ...]], device: torch.device) -> ExpertWeights:
-        """Stack experts as they come, one at a time: `(w13, w2)` for bf16, `(w13, scale, w2, scale)` for block FP8."""
+        """Stack experts as they come, one at a time: `(w13, w2)` for bf16, `(w13, scale, w2, scale)` for the others."""
         stacked: list[Tensor] = []
         for e, parts in enumerate(experts):
             if not stacked:
@@ -368,10 +446,10 @@ class ExpertWeights:
         return cls(spec, fmt, w13, w2, w13_scale, w2_scale)
 
     def _checkpoint_parts(self, e: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        i = self.spec.intermediate_size
+        i, scale_rows = self.spec.intermediate_size, self.spec.intermediate_size // self._format.block[0]
         scale13, scale2 = self.w13_scale_inv, self.w2_scale_inv
-        yield "gate_proj", self.w13[e, :i], None if scale13 is None else scale13[e, : i // BLOCK]
-        yield "up_proj", self.w13[e, i:], None if scale13 is None else scale13[e, i // BLOCK :]
+        yield "gate_proj", self.w13[e, :i], None if scale13 is None else scale13[e, :scale_rows]
+        yield "up_proj", self.w13[e, i:], None if scale13 is None else scale13[e, scale_rows:]
         yield "down_proj", self.w2[e], None if scale2 is None else scale2[e]
 
 
@@ -379,11 +457,16 @@ def _same_memory(origin: Tensor, tensor: Tensor | None) -> bool:
     return tensor is not None and not tensor.is_meta and origin.device == tensor.device and origin.data_ptr() == tensor.data_ptr()
 
 
-def _w13_shape(spec: MoESpec) -> tuple[int, ...]:
+def _quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    packed, scale = w4afp8.quantize_weight(weight)
+    return packed, scale.to(torch.bfloat16)
+
+
+def _w13_shape(spec: MoESpec) -> tuple[int, int, int]:
     return (spec.num_local_experts, 2 * spec.intermediate_size, spec.hidden_size)
 
 
-def _w2_shape(spec: MoESpec) -> tuple[int, ...]:
+def _w2_shape(spec: MoESpec) -> tuple[int, int, int]:
     return (spec.num_local_experts, spec.hidden_size, spec.intermediate_size)
 
 

@@ -26,6 +26,7 @@ from graphmoe.kernels.gather_up import _gather_up_kernel
 from graphmoe.kernels.gemv_down import _REGISTERS, _UNROLLED, _gemv_down_kernel
 from graphmoe.kernels.gemv_up import _gemv_up_kernel
 from graphmoe.kernels.pack import _pack_kernel
+from graphmoe.kernels.requantize import _requantize_kernel
 from graphmoe.kernels.route import _route_kernel
 from graphmoe.kernels.route_tiles import _route_tiles_kernel
 from graphmoe.kernels.scatter import _scatter_kernel
@@ -134,6 +135,12 @@ def main() -> None:
             assert slots * groups * gemv["ROWS"] * 128 <= 4 * _REGISTERS
             cubin = compile_kernel(_gemv_down_kernel, direct, early=early, ALL_SLOTS=all_slots, SLOTS=slots, DISTINCT=True, **held, **gemv)
             assert "STACK:0 " in resources(cubin), f"direct's sums spill with {slots} slots, {held}: {resources(cubin)}"
+    requantised = {"x": "*fp8e4nv", "out_scale": "*fp32", "live": "*i32", "out": "*fp8e4nv"}
+    for scales, masked, mapped in (("*fp32", True, False), ("*i32", True, False), ("*fp32", False, True), ("*i32", False, False)):
+        live = {"MASKED": masked, "MAPPED": mapped, "PACKED": scales == "*i32"}
+        tile = {"COLUMNS": 7168, "ROWS": 4, "GROUPS": 8, "GROUP": 128, "PDL": True, "x_column": 1, "out_column": 1}
+        cubin = compile_kernel(_requantize_kernel, {**requantised, "scales": scales}, **live, **tile)
+        assert "STACK:0 " in resources(cubin), f"requantising spills with {live}: {resources(cubin)}"
     attended = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | {"positions": "*i64", "partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
     for group, block, key_dim, value_dim in ((8, 64, 128, 128), (1, 32, 192, 128)):
         dims = {"KEY_DIM": key_dim, "KEY_COLUMNS": triton.next_power_of_2(key_dim), "VALUE_DIM": value_dim, "VALUE_COLUMNS": value_dim}

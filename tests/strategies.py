@@ -161,3 +161,57 @@ def block_fp8(draw: st.DrawFn) -> BlockFp8:
             "zero": 0.0,
         }[place]
     return BlockFp8(codes, scales, block)
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """e4m3 bytes `[E, slots, K]` or `[R, K]`, float32 scales of each row and 128 columns, one scale for all of them, and which rows are live:
+    int32 counts `[E]`, or int32 `[R]` that is negative elsewhere, or None: all are.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    out_scale: float
+    live: np.ndarray | None
+
+    @property
+    def alive(self) -> np.ndarray:
+        """bool, of the rows' shape."""
+        if self.live is None:
+            return np.ones(self.codes.shape[:-1], dtype=bool)
+        return np.arange(self.codes.shape[1]) < self.live[:, None] if self.codes.ndim == 3 else self.live >= 0
+
+
+@st.composite
+def scaled_rows(draw: st.DrawFn, *, exact: bool = False, powers: bool = False) -> ScaledRows:
+    """Rows of every byte with scales of any size, NaN in both, `powers` of two or not; everything about rows that are not live is NaN.
+
+    With `exact`, finite ones whose quotients by the one scale are e4m3 values, or saturate: what every implementation must give bit for bit.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = draw(st.sampled_from([(1, 1), (3, 5), (2, 9), (4, 4), (1,), (7,), (12,)]))
+    columns = draw(st.sampled_from([128, 640, 1152, 130, 60]))
+    grouped = (*shape, -(-columns // 128))
+    codes = rng.integers(0, 256, (*shape, columns), dtype=np.uint8)
+    if exact:
+        base = draw(st.sampled_from([-126, -100, 0, 5, 100, 127]))
+        power = np.clip(rng.integers(-3, 10, grouped), -126 - base, 127 - base)
+        scales, out_scale = 2.0 ** (power + base), 2.0**base
+        codes = np.where(codes & 0x7F == 0x7F, codes & 0x80, codes)
+        shrinks = np.repeat(power < 0, 128, axis=-1)[..., :columns]
+        codes = np.where(shrinks & (codes & 0x7F < 32), codes & 0x80, codes)  # 2^-3 stays normal when it is divided by 8
+    else:
+        out_scale = float(np.float32(2.0 ** draw(st.sampled_from((*range(-8, 9), -126, -60, 60, 126))) * rng.uniform(1, 1.99)))
+        size = out_scale * 2.0 ** rng.integers(-12, 13, grouped) if draw(st.booleans()) else 2.0 ** rng.choice(SCALE_EXPONENTS[:-1], grouped)
+        anywhere = np.minimum(size * rng.uniform(1, 1.99, grouped), 3e38)
+        scales = 2.0 ** np.clip(np.floor(np.log2(size)), -126, 127) if powers else anywhere
+        scales[rng.random(grouped) < draw(st.sampled_from([0.0, 0.1]))] = np.nan
+    kind = draw(st.sampled_from(["all", "some", "none"]))
+    live = None
+    if kind != "all":
+        most = shape[1] if len(shape) == 2 else 3
+        live = rng.integers(0, most + 1, shape[:1]) if len(shape) == 2 else rng.integers(-1, most, shape)
+        live = (live if kind == "some" else live * 0 - (len(shape) == 1)).astype(np.int32)
+    made = ScaledRows(codes, scales.astype(np.float32), out_scale, live)
+    codes[~made.alive], made.scales[~made.alive] = 0xFF, np.nan
+    return made

@@ -26,6 +26,8 @@ from graphmoe.layout import RowLayout
 from graphmoe.samples import random_weights
 from tests import strategies
 from tests.checks import bits
+from tests.requantized import LAYOUTS, exact_bytes, requantized
+from tests.test_formats import E4M3
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -39,6 +41,7 @@ from graphmoe.kernels import route_tiles as route_tiles_function
 _GUARD = 4096
 # An interpreted program costs milliseconds.
 few = settings(max_examples=max(5, settings().max_examples // 6))
+many = settings(max_examples=max(40, settings().max_examples // 6))
 
 
 def layouts(spec: MoESpec, tokens: int) -> list[RowLayout]:
@@ -458,3 +461,22 @@ def test_scales_of_scatter_equal_their_twins_exactly(scale_format: ScaleFormat) 
         ops.scatter(x, row_of, rows=torch.zeros(1, 4, 640).to(torch.float8_e4m3fn), scales=scales, scale_format=scale_format)
         results.append(scales if packed else torch.where(scales.isnan(), torch.nan, scales).view(torch.int32))
     assert torch.equal(*results)
+
+
+@many
+@given(
+    rows=strategies.scaled_rows(exact=True),
+    packed=st.booleans(),
+    layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+    block_rows=st.sampled_from([1, 2, 4]),
+    block_groups=st.sampled_from([1, 2, 8]),
+)
+def test_requantising_equals_its_twin_where_e4m3_is_exact(
+    rows: strategies.ScaledRows, packed: bool, layouts: tuple[str, str, str], block_rows: int, block_groups: int
+) -> None:
+    """Values that no rounding moves, or that saturate: the interpreter has those right. Rounding and NaN are left to the twin and to the GPU."""
+    launch = {"block_rows": block_rows, "block_groups": block_groups, "warps": 4}
+    (mine, memory), (twin, twin_memory) = (requantized(ops, rows, packed=packed, layouts=layouts, **launch) for ops in (kernels, reference))
+    assert torch.equal(mine, twin)
+    assert torch.equal(memory, twin_memory)
+    assert (mine.numpy()[rows.alive] == exact_bytes(rows, E4M3)).all()

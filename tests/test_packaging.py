@@ -24,10 +24,10 @@ PACKAGE = ROOT / "graphmoe"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("spec", "bounds", "buckets", "recipe"),
+    ("spec", "bounds", "buckets", "recipe", "environment"),
     ("fallback", "router"),
     ("layout", "formats"),
-    ("ops", "op", "flag", "report", "device"),
+    ("ops", "op", "flag", "report", "device", "payload"),
     ("kernels", "reference"),
     ("gemm", "paths", "dispatch"),
     ("checkpoint", "sharding", "profile"),

@@ -44,7 +44,7 @@ def key(layer: int, expert: int, projection: str) -> str:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return (tensor if tensor.dim() else tensor[None]).contiguous().view(torch.uint8)
 
 
 def assert_same(mine: ExpertWeights, want: ExpertWeights) -> None:

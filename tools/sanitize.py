@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
-TESTS = ("tests/gpu/test_kernels.py", "tests/gpu/test_packed.py")
+TESTS = ("tests/gpu/test_kernels.py", "tests/gpu/test_packed.py", "tests/gpu/test_requantize.py")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 
 

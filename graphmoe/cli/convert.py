@@ -12,8 +12,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from graphmoe.cli.console import make_console
-from graphmoe.cli.options import WeightFormat, format_name
+from graphmoe.cli.options import stored_format_name
 from graphmoe.convert import ConvertedFile, convert_checkpoint
+from graphmoe.formats import STORED
 
 _INTERRUPTED = 130
 
@@ -24,14 +25,15 @@ def convert(
         Path,
         typer.Argument(metavar="DST", help="directory for the result; it may hold what an interrupted run of this conversion left, nothing else"),
     ],
-    fmt: WeightFormat,
+    fmt: Annotated[str, typer.Option("--format", help=f"one of: {', '.join(STORED)} (fp8 is short for fp8_block)")],
+    clip_search: Annotated[bool, typer.Option("--clip-search", help="for w4afp8: choose each group's scale by its squared error; slower")] = False,
 ) -> None:
-    """Rewrite a checkpoint's weights as block FP8, block FP8 with power-of-two scales (ue8m0), or bf16.
+    """Rewrite a checkpoint's weights as block FP8, block FP8 with power-of-two scales (ue8m0), int4 experts (w4afp8), or bf16.
 
-    Block-FP8 weights are converted wherever they are, BF16 weights only of experts; everything else is copied. A run that was interrupted is started
-    again with the same command and keeps the files that it had finished.
+    Block-FP8 weights are converted wherever they are (to w4afp8 those of experts), BF16 weights only of experts; everything else is copied. A run
+    that was interrupted is started again with the same command and keeps the files that it had finished.
     """
-    fmt = format_name(fmt)
+    fmt = stored_format_name(fmt)
     console = make_console()
     errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     finished = 0
@@ -44,7 +46,7 @@ def convert(
             bar.update(task, description=name, completed=done, total=total)
 
         try:
-            files = convert_checkpoint(source, target, fmt, show)
+            files = convert_checkpoint(source, target, fmt, show, clip_search=clip_search)
         except KeyboardInterrupt:
             bar.stop()
             errors.print(

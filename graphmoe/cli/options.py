@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graphmoe.errors import SpecError
-from graphmoe.formats import FORMATS, get_format
+from graphmoe.formats import FORMATS, get_format, stored_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec, model_names, named_spec
@@ -37,6 +37,15 @@ def format_name(text: str) -> str:
         UnsupportedShape: an unknown format.
     """
     return get_format(_SHORT.get(text, text)).name
+
+
+def stored_format_name(text: str) -> str:
+    """The name of a format that a checkpoint can be in, given on the command line.
+
+    Raises:
+        UnsupportedShape: an unknown format.
+    """
+    return stored_format(_SHORT.get(text, text)).name
 
 
 def model_spec(model: str) -> MoESpec:
@@ -71,7 +80,7 @@ def in_options(message: str) -> str:
     message = re.sub(r"\bweights\.requantize\('(\w+)'\)", r"--format \1", message)
     message = re.sub(r"\b(tp|ep)=(-?\d+)", lambda found: f"{_KEYWORDS[found[1]]} {found[2]}", message)
     message = re.sub(r"max_arena_bytes must be at least (\d+)", lambda found: f"--max-arena-gib must be at least {_gib(int(found[1]))}", message)
-    return message.replace("max_arena_bytes", "--max-arena-gib")
+    return message.replace("max_arena_bytes", "--max-arena-gib").replace("clip_search", "--clip-search")
 
 
 def _gib(nbytes: int) -> str:

@@ -10,6 +10,7 @@ from graphmoe.errors import UnsupportedShape
 from graphmoe.spec import MoESpec
 
 if TYPE_CHECKING:
+    from graphmoe.formats.per_tensor import requantize_per_tensor as requantize_per_tensor
     from graphmoe.formats.ue8m0 import requantize_ue8m0 as requantize_ue8m0
 
 BLOCK = 128
@@ -53,18 +54,26 @@ class Format:
     """What a plan needs to know of a weight format.
 
     Attributes:
-        name: `"bf16"`, `"fp8_block"` or `"ue8m0"` (block FP8 whose scales are powers of two).
+        name: `"bf16"`, `"fp8_block"`, `"ue8m0"` (block FP8 whose scales are powers of two) or `"w4afp8"` (int4 weights, FP8 activations).
         activation_dtype: dtype of activation rows between the stages, a torch dtype's name.
-        scales: how scales are held, one per 128x128 weight block and per 1x128 activation group; None without scales.
+        scales: how scales of e4m3 are held, one per 1x128 activation group (and per weight block); None without scales.
         divisor: H and I must be multiples of it.
-        weight_bytes: bytes of one weight element, scales not counted.
+        weight_bits: bits of one weight, scales not counted.
+        weight_dtype: dtype of weights as they are stored and held, a torch dtype's name.
+        per_element: weights of a row in one element of it.
+        scale_dtype: dtype of their scales at run time, a torch dtype's name.
+        block: rows and columns of a weight that share a scale.
     """
 
     name: str
     activation_dtype: str
     scales: ScaleFormat | None
     divisor: int
-    weight_bytes: int
+    weight_bits: int
+    weight_dtype: str = "float8_e4m3fn"
+    per_element: int = 1
+    scale_dtype: str = "float32"
+    block: tuple[int, int] = (BLOCK, BLOCK)
 
     def on(self, arch: str) -> Format:
         """This format as an arch's GEMM consumes it: deep_gemm on SM100 takes power-of-two scales, packed.
@@ -77,6 +86,14 @@ class Format:
         if self.scales is ScaleFormat.FLOAT32:
             raise UnsupportedShape(f"format {self.name!r} has float32 scales, sm100 takes powers of two: use weights.requantize('ue8m0')")
         return replace(self, scales=ScaleFormat.UE8M0_PACKED)
+
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of a stored weight matrix."""
+        return rows, columns // self.per_element
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of a weight matrix's scales; blocks at its edges may be ragged."""
+        return -(-rows // self.block[0]), -(-columns // self.block[1])
 
     def check(self, spec: MoESpec) -> None:
         """Raise UnsupportedShape if this format cannot store `spec`."""
@@ -94,22 +111,50 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bytes=1),
-    "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bytes=1),
+    "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bits=8),
+    "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bits=8),
     # deep_gemm's BF16 grouped GEMM takes K in multiples of 64.
-    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bytes=2),
+    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bits=16, weight_dtype="bfloat16"),
 }
+"""Formats that paths run."""
+
+STORED: dict[str, Format] = FORMATS | {
+    "w4afp8": Format(
+        "w4afp8",
+        "float8_e4m3fn",
+        ScaleFormat.FLOAT32,
+        divisor=BLOCK,
+        weight_bits=4,
+        weight_dtype="int8",
+        per_element=2,
+        scale_dtype="bfloat16",
+        block=(1, BLOCK),
+    ),
+}
+"""Formats that weights can be in: loaded, saved and converted, if not run. (A `w4afp8` layer may also have groups of 64 or 32 columns.)"""
 
 
 def get_format(name: str) -> Format:
-    """The registered format, or UnsupportedShape naming the known ones."""
+    """The format that paths run, or UnsupportedShape naming the known ones."""
     if name not in FORMATS:
-        raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+        reason = "no path runs format" if name in STORED else "unknown format"
+        raise UnsupportedShape(f"{reason} {name!r}; known: {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
+def stored_format(name: str) -> Format:
+    """The format that weights can be in, or UnsupportedShape naming the known ones."""
+    if name not in STORED:
+        raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(STORED)}")
+    return STORED[name]
+
+
 def __getattr__(name: str) -> Any:
-    """`requantize_ue8m0`, on first use: it needs torch, which planning does without."""
+    """`requantize_ue8m0` and `requantize_per_tensor`, on first use: they need torch, which planning does without."""
+    if name == "requantize_per_tensor":
+        from graphmoe.formats.per_tensor import requantize_per_tensor
+
+        return requantize_per_tensor
     if name == "requantize_ue8m0":
         from graphmoe.formats.ue8m0 import requantize_ue8m0
 

@@ -9,6 +9,7 @@ from graphmoe.kernels.gather_up import gather_up
 from graphmoe.kernels.gemv_down import gemv_down
 from graphmoe.kernels.gemv_up import gemv_up
 from graphmoe.kernels.pack import pack
+from graphmoe.kernels.requantize import requantize_per_tensor
 from graphmoe.kernels.route import route
 from graphmoe.kernels.route_tiles import route_tiles
 from graphmoe.kernels.scatter import scatter
@@ -25,6 +26,7 @@ __all__ = [
     "gemv_down",
     "gemv_up",
     "pack",
+    "requantize_per_tensor",
     "route",
     "route_tiles",
     "scatter",
