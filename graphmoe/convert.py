@@ -36,7 +36,7 @@ from graphmoe.checkpoint import (
     write_index,
 )
 from graphmoe.errors import BadSetting, CheckpointError
-from graphmoe.formats import BLOCK, fp8_block, stored_format, ue8m0, w4afp8
+from graphmoe.formats import BLOCK, fp8_block, get_format, ue8m0, w4afp8
 from graphmoe.formats.fp8_block import dequantize_weight
 from graphmoe.loading import SCALE_DTYPES, is_finite
 
@@ -123,7 +123,7 @@ def convert_checkpoint(
             tensor's name: the files that were finished before stay.
         UnsupportedShape: an unknown format.
     """
-    stored_format(fmt)
+    get_format(fmt)
     if clip_search and fmt != "w4afp8":
         raise BadSetting(f"clip_search belongs to 'w4afp8', not to {fmt!r}; leave it out")
     source, target = Path(source), Path(target)
@@ -238,7 +238,7 @@ def _judge_quantised(reader: CheckpointReader, key: str, shape: tuple[int, ...],
 
 def _judge_expert(key: str, shape: tuple[int, ...], fmt: str) -> list[str]:
     """What is wrong with the shape of an expert's weight, or of a stack of them, in the new format."""
-    divisor = stored_format(fmt).divisor
+    divisor = get_format(fmt).divisor
     fused = not key.endswith(".weight")
     if len(shape) != (3 if fused else 2) or 0 in shape:
         return [f"{key} is {shape}, not {'[E, N, K]' if fused else '[N, K]'}"]
@@ -260,7 +260,7 @@ def _job(reader: CheckpointReader, name: str, keys: list[str], fmt: str, clip_se
         if not _converts(reader, key, fmt):
             layout[key] = dtype, shape
             continue
-        becomes = stored_format(_becomes(key, fmt))
+        becomes = get_format(_becomes(key, fmt))
         layout[key] = DTYPES[getattr(torch, becomes.weight_dtype)], (*shape[:-2], *becomes.stored_shape(*shape[-2:]))
         if becomes.scales is not None:
             layout[key + SCALE_SUFFIX] = "F8_E8M0" if fmt == "ue8m0" else "F32", (*shape[:-2], *becomes.scale_shape(*shape[-2:]))

@@ -18,9 +18,9 @@ import torch
 
 from graphmoe.buckets import BucketLadder
 from graphmoe.device import arch_of, resolve_device
-from graphmoe.formats import get_format
+from graphmoe.formats import FORMATS, get_format
 from graphmoe.gemm.deep_gemm import PROVEN, diagnosis
-from graphmoe.paths import PATHS
+from graphmoe.paths import PATHS, why_not
 from graphmoe.profile import device_slug, profiles_root
 from graphmoe.provenance import version_of
 from graphmoe.recipe import Recipe
@@ -63,7 +63,7 @@ def examine() -> Iterator[Check]:
     for name, variable, home in (("triton cache", "TRITON_CACHE_DIR", "~/.triton/cache"), ("deep_gemm cache", "DG_JIT_CACHE_DIR", "~/.deep_gemm")):
         yield _cache(name, variable, home) if gpu else Check(name, State.SKIPPED, "only a GPU needs it")
     yield _profiles(torch.cuda.get_device_name()) if gpu else Check("profiles", State.SKIPPED, "only a GPU needs them")
-    for fmt in ("fp8_block", "ue8m0", "bf16"):
+    for fmt in FORMATS:
         for path in PATHS:
             yield self_check(path, fmt, resolve_device("cuda" if gpu else "cpu"))
 
@@ -71,7 +71,7 @@ def examine() -> Iterator[Check]:
 def self_check(path: str, fmt: str, device: torch.device) -> Check:
     """A small layer on this device against the oracle: other routings from call to call, poisoned scratch, guard bands."""
     name = f"{path}, {fmt}"
-    refused = PATHS[path].supports(SPEC, get_format(fmt).on(arch_of(device)), arch_of(device))
+    refused = why_not(path, SPEC, get_format(fmt).on(arch_of(device)), arch_of(device))
     if refused:
         return Check(name, State.SKIPPED, refused)
     try:

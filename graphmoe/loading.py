@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.checkpoint import DTYPES, SCALE_SUFFIX, CheckpointReader, expert_prefix, experts_prefix, some
 from graphmoe.errors import CheckpointError
-from graphmoe.formats import STORED, Format
+from graphmoe.formats import FORMATS, Format
 from graphmoe.formats.fp8_block import holds_nan
 from graphmoe.formats.w4afp8 import GROUPS, one_input_scale
 from graphmoe.sharding import IntermediateShard
@@ -69,13 +69,13 @@ class _Source:
         scaled = [one for one in every if self.scale_key(*one) in self.present]
         dtypes = {self.reader.describe(self.key(*one))[1] for one in every if self.key(*one) in self.present}
         if self.suffix == "weight" and not (scaled and "I8" in dtypes and "F8_E4M3" not in dtypes):
-            return STORED["fp8_block" if scaled else "bf16"]
+            return FORMATS["fp8_block" if scaled else "bf16"]
         for projection, e in scaled[:1]:
             shape, _ = self.reader.describe(self.scale_key(projection, e))
             for group in GROUPS:
                 if shape[-1:] == (projection.columns // group,):
-                    return replace(STORED["w4afp8"], block=(1, group))
-        return STORED["w4afp8"]
+                    return replace(FORMATS["w4afp8"], block=(1, group))
+        return FORMATS["w4afp8"]
 
     def _fused_key(self, name: str) -> str:
         return experts_prefix(self.layer) + name
@@ -236,7 +236,7 @@ def _judge(source: _Source, directory: str) -> Format:
         want = f"spec wants experts {experts.start}..{experts.stop - 1} of layer {layer}, H={spec.hidden_size}, I={spec.intermediate_size}"
         help_ = f"{_NAMES}; the spec's I is the whole model's: a shard is read with tp=, tp_rank="
         raise CheckpointError(f"{directory}: {'; '.join(problems)}; {want} ({help_}){many if stored > spec.num_experts else ''}")
-    fmt = STORED["ue8m0"] if scale_dtypes == {"F8_E8M0"} else fmt
+    fmt = FORMATS["ue8m0"] if scale_dtypes == {"F8_E8M0"} else fmt
     fmt.check(spec)
     return fmt
 

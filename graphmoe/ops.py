@@ -67,6 +67,37 @@ class Ops(Protocol):
         scale_format: ScaleFormat | None,
     ) -> None: ...
 
+    def gather_up_w4(
+        self,
+        x: Tensor,
+        x_scales: Tensor,
+        tiles: Tensor,
+        members: Tensor,
+        w13: Tensor,
+        w13_scales: Tensor,
+        *,
+        block_rows: int,
+        stages: int,
+        warps: int,
+        act: Tensor,
+        act_scales: Tensor,
+    ) -> None: ...
+
+    def gather_down_w4(
+        self,
+        act: Tensor,
+        act_scales: Tensor,
+        tiles: Tensor,
+        w2: Tensor,
+        w2_scales: Tensor,
+        *,
+        tile: int,
+        block_rows: int,
+        stages: int,
+        warps: int,
+        rows: Tensor,
+    ) -> None: ...
+
     def gather_down(
         self,
         act: Tensor,

@@ -15,7 +15,7 @@ from graphmoe.buckets import BucketLadder
 from graphmoe.errors import ArenaTooLarge, PlanError, SchemaMismatch, UnknownRecipe, UnsupportedShape
 from graphmoe.fallback import fallback
 from graphmoe.formats import Format, get_format
-from graphmoe.paths import PATHS, get_path
+from graphmoe.paths import PATHS, get_path, why_not
 from graphmoe.paths.base import DTYPE_BYTES, BufferSpec, Stage
 from graphmoe.profile import Profile
 from graphmoe.recipe import Recipe
@@ -185,7 +185,7 @@ def plan(
     Args:
         spec: the layer.
         ladder: batch sizes: a BucketLadder, a preset's name, or ints.
-        fmt: weight format, `"fp8_block"`, `"ue8m0"` or `"bf16"`; activations between the stages take the same scales.
+        fmt: weight format, `"fp8_block"`, `"ue8m0"`, `"w4afp8"` or `"bf16"`; activations between the stages take the same scales.
         arch: `"sm90"` (deep_gemm), `"sm100"` (deep_gemm with packed scales; not run on Blackwell yet) or `"cpu"` (torch).
         recipes: one recipe or path name for all buckets, `"auto"`, or a mapping from bucket to recipe (buckets it leaves out are auto).
         max_arena_bytes: refuse a larger arena.
@@ -278,8 +278,8 @@ class _Planner:
         """The stated rule. `why`: what keeps the profile from speaking, if there is one."""
         because = f"auto: {why or 'no profile'}"
         misfits: list[BucketPlan] = []
-        for recipe, reason in fallback(self.spec, tokens):
-            if get_path(recipe.path).supports(self.spec, self.fmt, self.arch):
+        for recipe, reason in fallback(self.spec, tokens, self.fmt.layout):
+            if why_not(recipe.path, self.spec, self.fmt, self.arch):
                 continue
             bucket = self._with_recipe(tokens, recipe, f"{because}, {reason}", static_bytes)
             if self._fits(bucket):
@@ -296,7 +296,7 @@ class _Planner:
     def _with_recipe(self, tokens: int, recipe: Recipe, rule: str, static_bytes: int) -> BucketPlan:
         path = get_path(recipe.path)
         options = path.options(recipe)
-        reason = path.supports(self.spec, self.fmt, self.arch)
+        reason = why_not(recipe.path, self.spec, self.fmt, self.arch)
         if reason:
             raise UnsupportedShape(f"path {recipe.path!r}: {reason}")
         rows = path.rows(self.spec, tokens, options)

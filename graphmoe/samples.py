@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe import bounds
-from graphmoe.formats import BLOCK, get_format
+from graphmoe.formats import get_format
 from graphmoe.spec import MoESpec
 from graphmoe.weights import ExpertWeights
 
@@ -31,10 +31,10 @@ def random_weights(spec: MoESpec, fmt: str, *, seed: int = 0, device: torch.devi
 def unwritten_weights(spec: MoESpec, fmt: str, *, device: torch.device | str) -> ExpertWeights:
     """Experts whose values are whatever the memory holds: enough to compile what runs on them."""
     e, h, i = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-    scaled = get_format(fmt).scales is not None
-    dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
-    payloads = [torch.empty(shape, dtype=dtype, device=device) for shape in ((e, 2 * i, h), (e, h, i))]
-    scales = [torch.ones(e, n // BLOCK, k // BLOCK, device=device) for n, k in ((2 * i, h), (h, i))] if scaled else []
+    of, shapes = get_format(fmt), ((2 * i, h), (h, i))
+    dtype, scale_dtype = getattr(torch, of.weight_dtype), getattr(torch, of.scale_dtype)
+    payloads = [torch.empty(e, *of.stored_shape(*shape), dtype=dtype, device=device) for shape in shapes]
+    scales = [torch.ones(e, *of.scale_shape(*shape), dtype=scale_dtype, device=device) for shape in shapes] if of.scales is not None else []
     return ExpertWeights(spec, fmt, *payloads, *scales)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from graphmoe.errors import GraphMoEError, UnknownRecipe
 from graphmoe.formats import get_format
-from graphmoe.paths import filled
+from graphmoe.paths import filled, get_path
 from graphmoe.profile import BucketRecord
 from graphmoe.recipe import Recipe
 from graphmoe.runtime import MoERuntime
@@ -47,6 +47,7 @@ _GATHERED_DOWN: tuple[Options, ...] = (
     {"down_rows": 64, "down_stages": 2},
     {"down_rows": 64, "down_stages": 4},
 )
+_W4_DOWN: tuple[Options, ...] = tuple({**choice, "down_warps": warps} for warps in (8, 4) for choice in _GATHERED_DOWN)
 _DIRECT_UP: tuple[Options, ...] = (
     {"up_rows": 2, "up_step": 512, "up_stages": 1},
     {"up_rows": 2, "up_step": 2048, "up_stages": 3},
@@ -63,11 +64,15 @@ _DIRECT_DOWN: tuple[Options, ...] = (
     {"down_rows": 8, "down_step": 2048, "down_slots": 1, "down_warps": 4},
     {"down_rows": 16, "down_step": 1024, "down_slots": 1, "down_warps": 4},
 )
-_STEPS = {"gathered": (_GATHERED_UP, _GATHERED_DOWN), "direct": (_DIRECT_UP, _DIRECT_DOWN)}
+_STEPS = {"gathered": (_GATHERED_UP, _GATHERED_DOWN), "gathered_w4": (_GATHERED_UP, _W4_DOWN), "direct": (_DIRECT_UP, _DIRECT_DOWN)}
 
 
-def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
+def starting_points(spec: MoESpec, tokens: int, fmt: str) -> list[Recipe]:
     """A recipe of every path and row tile that could win at this size, with all its options."""
+    return [filled(point) for point in _points(spec, tokens) if get_path(point.path).weight_layout == get_format(fmt).layout]
+
+
+def _points(spec: MoESpec, tokens: int) -> list[Recipe]:
     rows = tokens * spec.top_k / spec.num_experts  # that an expert gets on average
     points = []
     if tokens <= _DIRECT_TOKENS:
@@ -75,11 +80,14 @@ def starting_points(spec: MoESpec, tokens: int) -> list[Recipe]:
     if rows <= _GATHERED_ROWS:
         tiles = [tile for tile, least, most in ((16, 0, 24), (32, 6, 48), (64, 24, _GATHERED_ROWS)) if least <= rows <= most]
         points += [Recipe("gathered", tile=tile, **_GATHERED_UP[0], **_GATHERED_DOWN[0]) for tile in tiles]
+    else:
+        tiles = [64]
+    points += [Recipe("gathered_w4", tile=tile, **_GATHERED_UP[3], **_W4_DOWN[0]) for tile in tiles]
     if tokens >= _GROUPED_TOKENS:
         points += [Recipe("masked"), Recipe("psum", block_e=64)]
     if rows > _GATHERED_ROWS // 2:
         points += [Recipe("psum", block_e=128), Recipe("compact", block_e=128)]
-    return [filled(point) for point in points]
+    return points
 
 
 def neighbours(recipe: Recipe) -> Iterator[list[Recipe]]:
@@ -115,7 +123,7 @@ def tune(bench: Bench, tokens: int, *, seen: Callable[[Trial], None] = lambda tr
             made.append(trials[recipe])
         return min(made, key=lambda trial: trial.worst_ratio)
 
-    leaders = sorted((best_of([point]) for point in starting_points(bench.spec, tokens)), key=lambda trial: trial.worst_ratio)
+    leaders = sorted((best_of([point]) for point in starting_points(bench.spec, tokens, bench.fmt)), key=lambda trial: trial.worst_ratio)
     for leader in [leader for leader in leaders if leader.recipe.path in _STEPS][:2]:
         if leader.worst_ratio > _WORTH * leaders[0].worst_ratio:
             continue
@@ -140,8 +148,8 @@ def compile_ahead(spec: MoESpec, fmt: str, sizes: Sequence[int], *, done: Callab
     """Compile what tuning these buckets launches, by parallel processes: the compilers keep their results on disk. Returns the number of jobs."""
     jobs: dict[tuple[Recipe, tuple[int, ...]], None] = {}
     for tokens in sizes:
-        for point in starting_points(spec, tokens):
-            every = tuple(t for t in sizes if point in starting_points(spec, t))
+        for point in starting_points(spec, tokens, fmt):
+            every = tuple(t for t in sizes if point in starting_points(spec, t, fmt))
             jobs[point, every] = None
             for choices in neighbours(point):
                 jobs |= dict.fromkeys((recipe, every[:1]) for recipe in choices if recipe != point)

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphmoe.checkpoint import SCALE_SUFFIX, expert_key, expert_prefix, experts_prefix, write_tensors
 from graphmoe.device import resolve_device
 from graphmoe.errors import WeightsMismatch
-from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, ScaleFormat, get_format, stored_format, ue8m0, w4afp8
+from graphmoe.formats import BLOCK, SCALES_PER_WORD, Format, ScaleFormat, get_format, ue8m0, w4afp8
 from graphmoe.formats.fp8_block import dequantize_weight, holds_nan, quantize_weight
 from graphmoe.formats.ue8m0 import is_power_of_two, pack_weight_scale, requantize_ue8m0
 from graphmoe.loading import load_experts
@@ -29,12 +29,13 @@ class ExpertWeights:
 
     Attributes:
         spec: the layer they belong to.
-        fmt: `"fp8_block"`, `"ue8m0"` (its scales are powers of two), `"bf16"`, or `"w4afp8"`, which no path runs yet.
+        fmt: `"fp8_block"`, `"ue8m0"` (its scales are powers of two), `"bf16"`, or `"w4afp8"`.
         w13: `[E, 2I, H]`, gate rows first; e4m3 or bf16. int8 `[E, 2I, H/2]` for w4afp8, two columns in a byte.
         w2: `[E, H, I]`, or `[E, H, I/2]`.
         w13_scale_inv: float32 `[E, 2I/128, H/128]`, or bf16 `[E, 2I, H/128]` for w4afp8 (or H/64, H/32), or None for bf16.
         w2_scale_inv: float32 `[E, H/128, I/128]`, or bf16 `[E, H, I/128]`, or None.
-        w13_input_scale: for w4afp8, float32 `[]`: tokens are rounded to e4m3 as `token / scale`. None where each token and group has its own scale.
+        w13_input_scale: for w4afp8, float32 `[]`: tokens are rounded to e4m3 as `token / scale`. None where each token and group has its own scale,
+            which the path `gathered_w4` gives them in any case.
         w2_input_scale: the same for SwiGLU results.
         tp: tensor-parallel ranks for which the intermediate size was cut; 1 is the whole of it.
         origins: by name, the caller's own tensors that these share memory with; a runtime watches them too.
@@ -70,9 +71,11 @@ class ExpertWeights:
     @property
     def _format(self) -> Format:
         """With the groups that these weights have."""
-        of = stored_format(self.fmt)
+        of = get_format(self.fmt)
         if self.fmt != "w4afp8" or self.w13_scale_inv is None or self.w13_scale_inv.dim() != 3:
             return of
+        if self.w13.dtype == torch.uint8:  # prepared
+            return replace(of, weight_dtype="uint8")
         return replace(of, block=(1, w4afp8.group_of(self.spec.hidden_size, self.w13_scale_inv.shape[-1])))
 
     def _check_input_scales(self) -> None:
@@ -96,7 +99,9 @@ class ExpertWeights:
         if scale.dtype == torch.int32 and self.fmt == "ue8m0":  # packed, see `prepared`
             _check(name, scale, (experts, rows, -(-columns // (BLOCK * SCALES_PER_WORD))), (torch.int32,))
             return
-        _check(name, scale, (experts, *self._format.scale_shape(rows, columns)), (getattr(torch, self._format.scale_dtype),))
+        block_rows, block_columns = self._format.scale_shape(rows, columns)
+        as_read = (block_columns, block_rows) if self.w13.dtype == torch.uint8 else (block_rows, block_columns)
+        _check(name, scale, (experts, *as_read), (getattr(torch, self._format.scale_dtype),))
         _check_strides(name, scale)
         if scale.is_meta:
             return
@@ -124,7 +129,7 @@ class ExpertWeights:
             WeightsMismatch: shapes, dtypes or devices that do not fit; NaN or infinity in the weights, or for `"bf16"` what becomes infinite there.
             UnsupportedShape: H or I that the format cannot take.
         """
-        stored_format(fmt).check(spec)
+        get_format(fmt).check(spec)
         origins = {"w13": w13, "w2": w2}
         w13, w2 = w13.detach(), w2.detach()
         if w13.device != w2.device:
@@ -169,7 +174,7 @@ class ExpertWeights:
             dtypes = f"w13_scale_inv is {w13_scale_inv.dtype}, w2_scale_inv is {w2_scale_inv.dtype}"
             raise WeightsMismatch(f"{dtypes}: two scale formats in one layer; say which with fmt=")
         fmt = fmt or stored[0]
-        if stored_format(fmt).weight_dtype != "float8_e4m3fn":
+        if get_format(fmt).weight_dtype != "float8_e4m3fn":
             raise WeightsMismatch(f"fmt={fmt!r} is not a block FP8 format; give 'fp8_block' or 'ue8m0'")
         get_format(fmt).check(spec)
         scales = [scale.detach().float().contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
@@ -207,7 +212,7 @@ class ExpertWeights:
             WeightsError: an input scale that is not finite and positive.
             UnsupportedShape: H or I not a multiple of 128; another group.
         """
-        stored_format("w4afp8").check(spec)
+        get_format("w4afp8").check(spec)
         for name, scale in (("w13_scale_inv", w13_scale_inv), ("w2_scale_inv", w2_scale_inv)):
             _format_of_scale(name, scale)
         scales = [scale.detach().to(torch.bfloat16).contiguous() for scale in (w13_scale_inv, w2_scale_inv)]
@@ -242,7 +247,7 @@ class ExpertWeights:
                 two tensors that share memory: nothing has changed then.
             UnsupportedShape: an unknown format.
         """
-        stored_format(fmt)
+        get_format(fmt)
         if fmt == self.fmt:
             return self
         if fmt != "ue8m0" or self.fmt != "fp8_block" or self.w13_scale_inv is None or self.w2_scale_inv is None:
@@ -256,7 +261,17 @@ class ExpertWeights:
         return replace(self, fmt=fmt)
 
     def prepared(self, arch: str) -> ExpertWeights:
-        """These weights as an arch's GEMM takes them: themselves, or on SM100 with scales packed per row (payloads are shared)."""
+        """These weights as an arch's GEMM takes them: themselves, or on SM100 with scales packed per row (payloads are shared), or int4 as
+        `w4afp8.prepare` repacks it, a copy.
+
+        Raises:
+            UnsupportedShape: int4 in groups that no kernel takes.
+        """
+        if self.fmt == "w4afp8" and not self._packed:
+            assert self.w13_scale_inv is not None
+            assert self.w2_scale_inv is not None
+            (w13, w13_scale), (w2, w2_scale) = w4afp8.prepare(self.w13, self.w13_scale_inv), w4afp8.prepare(self.w2, self.w2_scale_inv)
+            return replace(self, w13=w13, w2=w2, w13_scale_inv=w13_scale, w2_scale_inv=w2_scale)
         if get_format(self.fmt).on(arch).scales is not ScaleFormat.UE8M0_PACKED or self._packed:
             return self
         assert self.w13_scale_inv is not None
@@ -282,7 +297,7 @@ class ExpertWeights:
 
     @property
     def _packed(self) -> bool:
-        return self.w13_scale_inv is not None and self.w13_scale_inv.dtype == torch.int32
+        return self.w13.dtype == torch.uint8 or (self.w13_scale_inv is not None and self.w13_scale_inv.dtype == torch.int32)
 
     def _refuse_nan(self, why: str) -> None:
         for name, payload in (("w13", self.w13), ("w2", self.w2)):
@@ -299,7 +314,7 @@ class ExpertWeights:
 
     def _refuse_packed(self) -> None:
         if self._packed:
-            raise WeightsMismatch("these weights are packed for sm100; use the ones they were prepared from")
+            raise WeightsMismatch("these weights are packed for kernels; use the ones they were prepared from")
 
     @property
     def device(self) -> torch.device:
@@ -336,7 +351,7 @@ class ExpertWeights:
             CheckpointError: a layer that is no int from 0 up, a file that cannot be written, a checkpoint whose index is broken, other tensors in the
                 file that this would replace, or fused experts where these are not all. What was there before is unchanged. A file that the index
                 names but that is not here is left to itself, and the index then states no `total_size`.
-            WeightsMismatch: weights that are packed for sm100, or a tensor-parallel shard: a checkpoint holds whole experts.
+            WeightsMismatch: weights that are packed for kernels, or a tensor-parallel shard: a checkpoint holds whole experts.
         """
         self._refuse_packed()
         if self.tp > 1:

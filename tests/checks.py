@@ -9,7 +9,8 @@ from torch import Tensor
 
 from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe
 from graphmoe.build import Built
-from graphmoe.paths import rounding_of
+from graphmoe.formats import FORMATS
+from graphmoe.paths import PATHS, rounding_of
 from graphmoe.reference import moe_layer, row_errors, row_limit
 from graphmoe.samples import ROUTINGS, random_inputs, random_weights, routing
 from graphmoe.verify import POISONS
@@ -29,6 +30,16 @@ RECIPES = (
     Recipe("direct"),
     Recipe("direct", down_slots=1, up_stages=3),
 )
+W4_RECIPES = (
+    Recipe("gathered_w4", tile=16),
+    Recipe("gathered_w4", tile=32, up_rows=64, up_stages=4, up_warps=8, down_rows=64, down_stages=3),
+    Recipe("gathered_w4", tile=64),
+)
+"""Of the format `w4afp8`, which no other path runs."""
+RUNS = tuple((name, fmt) for name, path in PATHS.items() for fmt in FORMATS if path.weight_layout == FORMATS[fmt].layout)
+"""Every path with every format that it reads."""
+FP8_OF = {name: "fp8_block" if path.weight_layout == "plain" else "w4afp8" for name, path in PATHS.items()}
+"""A format with FP8 activations that a path reads."""
 __all__ = ["POISONS", "ROUTINGS", "random_inputs", "random_weights", "rounding_of"]  # shared through here
 
 

@@ -22,7 +22,9 @@ from graphmoe.kernels.attend import _attend_kernel, _weigh_kernel
 from graphmoe.kernels.combine import _combine_kernel
 from graphmoe.kernels.count import _count_kernel
 from graphmoe.kernels.gather_down import _gather_down_kernel
+from graphmoe.kernels.gather_down_w4 import _gather_down_w4_kernel
 from graphmoe.kernels.gather_up import _gather_up_kernel
+from graphmoe.kernels.gather_up_w4 import _gather_up_w4_kernel
 from graphmoe.kernels.gemv_down import _REGISTERS, _UNROLLED, _gemv_down_kernel
 from graphmoe.kernels.gemv_up import _gemv_up_kernel
 from graphmoe.kernels.pack import _pack_kernel
@@ -125,6 +127,14 @@ def main() -> None:
         weights = pointers | {"w": f"tensordesc<{values[1:]}[128, {step}]>"}
         compile_kernel(_gather_up_kernel, weights, POWER_OF_TWO=power_of_two, **gemm)
         compile_kernel(_gather_down_kernel, weights, early=(3, 3), **gemm)
+        if power_of_two:  # once
+            for tile, rows in ((16, 128), (32, 128), (64, 64)):
+                w4 = pointers | {"w": f"tensordesc<u8[{rows}, 64]>", "w_scales": "*bf16"}
+                sizes = {"COLUMNS": 7168, "WIDTH": 768, "TILE": tile, "ROWS": rows, "GROUP": 128, "STAGES": 3, "PDL": True}
+                up = compile_kernel(_gather_up_w4_kernel, w4, **sizes)
+                downs = [compile_kernel(_gather_down_w4_kernel, w4, early=(3, 3), HALVES=halves, **sizes) for halves in (1, 2)]
+                for cubin in (up, *downs):
+                    assert "STACK:0 " in resources(cubin), f"int4 GEMMs spill with tile {tile}, {rows} rows: {resources(cubin)}"
         gemv = {"COLUMNS": 7168, "EXPERTS": 128, "TOP_K": 8, "ROWS": 8, "GROUP": 128, "QUANTISED": quantise, "PDL": True}
         direct = pointers | {"x": "*bf16", "act": "*bf16", "topk_weights": "*fp32", "scale": "fp32", "out": "*bf16"}
         compile_kernel(_gemv_up_kernel, direct, WIDTH=768, GROUPS=4, STAGES=1, **gemv)

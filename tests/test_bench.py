@@ -320,7 +320,9 @@ def test_a_file_of_something_else_is_refused_unless_it_may_be_written_anew(
 def test_a_bucket_without_a_working_recipe_is_one_clean_line_and_the_others_are_kept(command: Command, fake: Any, tmp_path: Path) -> None:
     fake.time_of = staticmethod(lambda tokens, recipe: None if tokens == 32 else 2.0)
     result = command("tune", "--out", tmp_path, "--buckets", "8,32,64")
-    assert_clean(result, "GraphMoEError", "no recipe works at 32 tokens", *(f"wrong: {point.path}" for point in starting_points(QWEN, 32)))
+    assert_clean(
+        result, "GraphMoEError", "no recipe works at 32 tokens", *(f"wrong: {point.path}" for point in starting_points(QWEN, 32, "fp8_block"))
+    )
     assert [one.tokens for one in Profile.load(tmp_path / FILE).buckets] == [8]
 
 

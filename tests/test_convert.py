@@ -658,7 +658,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path) -> None:
     checkpoint(tmp_path / "a", "fp8_block")
     with pytest.raises(CheckpointError, match="cannot replace its source"):
         convert_checkpoint(tmp_path / "a", tmp_path / "x" / ".." / "a", "bf16")
-    with pytest.raises(UnsupportedShape, match="unknown format 'int4'; known: fp8_block, ue8m0, bf16"):
+    with pytest.raises(UnsupportedShape, match="unknown format 'int4'; known: fp8_block, ue8m0, w4afp8, bf16"):
         convert_checkpoint(tmp_path / "a", tmp_path / "b", "int4")
     with pytest.raises(CheckpointError, match="nowhere is not a directory"):
         convert_checkpoint(tmp_path / "nowhere", tmp_path / "b", "bf16")

@@ -8,7 +8,7 @@ import pytest
 
 from graphmoe.environment import DISPATCH_PAYLOAD, Variable
 from graphmoe.errors import BadSetting
-from graphmoe.formats import FORMATS, STORED, Rounding
+from graphmoe.formats import FORMATS, Rounding
 from graphmoe.payload import dispatch_payload
 
 RENAMED = Variable("NEW", ("on", "off"), former=("OLD", "OLDER"))
@@ -60,11 +60,11 @@ def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert DISPATCH_PAYLOAD.read() == "bf16"
 
 
-@pytest.mark.parametrize("fmt", STORED)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_tokens_travel_as_fp8_wherever_the_experts_take_it(fmt: str) -> None:
-    assert dispatch_payload(STORED[fmt], QUANTISES) == ("bf16" if fmt == "bf16" else "fp8")
-    assert dispatch_payload(STORED[fmt], LEAVES_BF16) == "bf16"
-    assert dispatch_payload(STORED[fmt], QUANTISES, "bf16") == "bf16"
+    assert dispatch_payload(FORMATS[fmt], QUANTISES) == ("bf16" if fmt == "bf16" else "fp8")
+    assert dispatch_payload(FORMATS[fmt], LEAVES_BF16) == "bf16"
+    assert dispatch_payload(FORMATS[fmt], QUANTISES, "bf16") == "bf16"
 
 
 @pytest.mark.parametrize("by_environment", [False, True])

@@ -24,7 +24,7 @@ TOKENS = [*range(1, 600), 1000, 1024, 2048, 4096, 8192, 16384]
 
 
 def offered(spec: MoESpec, tokens: int) -> list[str]:
-    return [str(recipe) for recipe, _ in fallback(spec, tokens)]
+    return [str(recipe) for recipe, _ in fallback(spec, tokens, "plain")]
 
 
 def by_the_rule(spec: MoESpec, tokens: int) -> list[str]:
@@ -52,7 +52,7 @@ def test_any_shape_is_offered_what_the_rule_says(spec: MoESpec, tokens: int) -> 
 
 @given(spec=strategies.specs(max_experts=64, max_top_k=10), tokens=st.integers(1, 5000))
 def test_what_is_offered_has_options_that_its_path_accepts_and_ends_with_what_runs_everywhere(spec: MoESpec, tokens: int) -> None:
-    recipes = [recipe for recipe, _ in fallback(spec, tokens)]
+    recipes = [recipe for recipe, _ in fallback(spec, tokens, "plain")]
     for recipe in recipes:
         options = get_path(recipe.path).options(recipe)
         assert dict(recipe.options).items() <= options.items()
@@ -62,7 +62,7 @@ def test_what_is_offered_has_options_that_its_path_accepts_and_ends_with_what_ru
 
 @given(spec=strategies.specs(max_experts=64, max_top_k=10), tokens=st.integers(1, 5000))
 def test_the_numbers_of_a_reason_are_those_that_decided(spec: MoESpec, tokens: int) -> None:
-    for recipe, reason in fallback(spec, tokens):
+    for recipe, reason in fallback(spec, tokens, "plain"):
         numbers = [float(number) for number in re.findall(r"[\d.]+(?:e[+-]\d+)?", reason)]
         if recipe.path == "direct":
             assert tokens <= numbers[0]
@@ -94,6 +94,6 @@ def test_a_plan_takes_the_first_that_the_arch_supports() -> None:
                 ("sm100", {"masked", "psum"}),
             ):
                 [bucket] = plan(spec, [tokens], fmt="bf16", arch=arch).buckets
-                recipe, reason = next((recipe, reason) for recipe, reason in fallback(spec, tokens) if recipe.path in kept)
+                recipe, reason = next((recipe, reason) for recipe, reason in fallback(spec, tokens, "plain") if recipe.path in kept)
                 assert bucket.recipe == Recipe(recipe.path, **get_path(recipe.path).options(recipe))
                 assert bucket.rule == f"auto: no profile, {reason}"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphmoe import MoESpec, bounds, reference
-from graphmoe.formats import ScaleFormat
+from graphmoe.formats import ScaleFormat, w4afp8
 from graphmoe.layout import RowLayout
 from graphmoe.samples import random_weights
 from tests import strategies
@@ -411,6 +411,39 @@ def test_gathered_gemms_are_near_their_twins(width: int, block_rows: int) -> Non
         assert near(mine, twin, 1.0)
         live = int(tiles[:, 2].sum())
         assert bool((mine[live:] == 9).all())
+
+
+@pytest.mark.parametrize(("block_rows", "tile"), [(128, 16), (64, 32)])
+def test_int4_gemms_are_near_their_twins(block_rows: int, tile: int) -> None:
+    """Scales of the result say that the sums are right; its payload the interpreter rounds in its own way. Activations are integers, exact in e4m3,
+    with scales of their own, a whole group or a half; all 16 weight values occur."""
+    spec, tokens, width = MoESpec(4, 2, 256, 256), 21, 256
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float().to(torch.float8_e4m3fn)  # noqa: E731
+    scales = lambda *shape: torch.rand(shape, generator=generator) + 0.5  # noqa: E731
+    weights = [torch.randint(-8, 8, (4, rows, 256), generator=generator, dtype=torch.int8) for rows in (2 * width, 256)]
+    (w13, w13_scale), (w2, w2_scale) = (w4afp8.prepare(w4afp8.pack(values), (scales(*values.shape[:2], 2) / 64).bfloat16()) for values in weights)
+    x, x_scales, act_in, act_scales_in = (
+        draw(tokens, 256),
+        scales(tokens, 2),
+        draw(tokens * 2 + 1, width),
+        scales(tokens * 2 + 1, width // block_rows),
+    )
+    ids = torch.stack([torch.tensor([t % 2, 3 if t % 3 else -1]) for t in range(tokens)]).int()
+    _, tiles, members, _ = tiled(reference, ids, x.float().bfloat16(), spec, tile)
+    live, launch, results = int(tiles[:, 2].sum()), {"block_rows": block_rows, "stages": 2, "warps": 4}, []
+    for ops in (kernels, reference):
+        act, act_scales = torch.full((tokens * 2 + 1, width), 9.0).to(torch.float8_e4m3fn), torch.full((tokens * 2 + 1, width // block_rows), 7.0)
+        rows = torch.full((tokens * 2 + 1, 256), 9.0).bfloat16()
+        ops.gather_up_w4(x, x_scales, tiles, members, w13, w13_scale, act=act, act_scales=act_scales, **launch)
+        ops.gather_down_w4(act_in, act_scales_in, tiles, w2, w2_scale, tile=tile, rows=rows, **launch)
+        results.append((act.float(), act_scales, rows))
+    (act, act_scales, rows), (act_twin, scales_twin, rows_twin) = results
+    torch.testing.assert_close(act_scales, scales_twin, rtol=1e-5, atol=0)
+    assert float(((act - act_twin).abs() <= act_twin.abs() / 8 + 2.0**-6).float().mean()) > 0.95
+    assert near(rows, rows_twin, 1.0)
+    for stale in (act[live:] == 9, act_scales[live:] == 7, rows[live:] == 9):
+        assert bool(stale.all())
 
 
 @pytest.mark.parametrize("slots", [0, 1])

@@ -31,6 +31,7 @@ from graphmoe.paths import PATHS, get_path
 from graphmoe.paths.base import BufferSpec, Stage
 from graphmoe.planner import PlacedBuffer, place
 from tests import strategies
+from tests.checks import FP8_OF, RUNS
 
 GROUPED = ("masked", "compact", "psum")
 MASKED, PSUM = Recipe("masked", row_tile=128), Recipe("psum", block_e=64)
@@ -49,7 +50,7 @@ RECIPES = [
     DIRECT,
 ]
 """One of each path and of each option that decides rows or bytes, with every option."""
-WISHES = st.sampled_from([*RECIPES, *PATHS, Recipe("masked"), "auto"])
+WISHES = st.sampled_from([*RECIPES, *(name for name in PATHS if FP8_OF[name] == "fp8_block"), Recipe("masked"), "auto"])
 SMALL = MoESpec(8, 2, 256, 128)
 EP_RANK = MoESpec(64, 8, 2048, 768, num_local_experts=32)
 
@@ -278,14 +279,15 @@ _STAGE_OF = {
     "act": Stage.ACT,
     "gather_up": Stage.UP,
     "gather_down": Stage.DOWN,
+    "gather_up_w4": Stage.UP,
+    "gather_down_w4": Stage.DOWN,
     "gemv_up": Stage.UP,
     "gemv_down": Stage.COMBINE,
     "combine": Stage.COMBINE,
 }
 
 
-@pytest.mark.parametrize("fmt", ["fp8_block", "bf16"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "fmt"), [run for run in RUNS if run[1] != "ue8m0"])
 def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: str) -> None:
     """Too short a lifetime lets another buffer overwrite it. The path is bound to names in place of tensors, and its launches are recorded."""
     bucket = plan(SMALL, [16], fmt=fmt, recipes=path).buckets[0]
@@ -298,7 +300,7 @@ def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: s
         record(Stage.UP if "w13" in arguments else Stage.DOWN)(*arguments)
 
     ops: Any = SimpleNamespace(**{name: record(stage) for name, stage in _STAGE_OF.items()})
-    weights: Any = SimpleNamespace(w13=_Name("w13"), w13_scale_inv=None, w2=_Name("w2"), w2_scale_inv=None)
+    weights: Any = SimpleNamespace(**{name: _Name(name) for name in ("w13", "w13_scale_inv", "w2", "w2_scale_inv")})
     names: Any = {buffer.name: _Name(buffer.name) for buffer in bucket.buffers} | {"flags": _Name("flags")}
     bound = get_path(path).bind(SMALL, get_format(fmt), 16, bucket.options, names, weights, ops, gemm)  # type: ignore[arg-type]
     bound.route(_Name("topk_ids"), _Name("x"))  # type: ignore[arg-type]
@@ -457,7 +459,7 @@ def test_auto_takes_the_first_of_its_candidates_that_fits_and_names_those_before
     needs = [plan(EP_RANK, [64], recipes=wish).arena_bytes for wish in wishes]
     limit = int(max(needs) * share)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner_module, "fallback", lambda spec, tokens: ((wish, f"as number {n}") for n, wish in enumerate(wishes)))
+        patch.setattr(planner_module, "fallback", lambda spec, tokens, layout: ((wish, f"as number {n}") for n, wish in enumerate(wishes)))
         first = next((n for n, need in enumerate(needs) if need <= limit), None)
         if first is None:
             with pytest.raises(ArenaTooLarge, match=rf"max_arena_bytes must be at least {min(needs)}$"):
@@ -832,7 +834,7 @@ def test_each_arch_has_its_gemm(arch: str, gemm: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "names"),
     [
-        ({"fmt": "int4"}, r"'int4'.*fp8_block, ue8m0, bf16"),
+        ({"fmt": "int4"}, r"'int4'.*fp8_block, ue8m0, w4afp8, bf16"),
         ({"arch": "sm70"}, r"'sm70'.*sm90, sm100, cpu"),
         ({"guard_bytes": -1}, r"guard_bytes=-1"),
         ({"guard_bytes": 1.5}, r"guard_bytes=1.5"),

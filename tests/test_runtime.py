@@ -33,7 +33,7 @@ from graphmoe.errors import (
     WeightsMismatch,
 )
 from graphmoe.paths import PATHS, get_path
-from tests.checks import assert_rows, bits, built_of, oracle, poison, random_inputs, random_weights, routings
+from tests.checks import FP8_OF, assert_rows, bits, built_of, oracle, poison, random_inputs, random_weights, routings
 
 SPEC = MoESpec(6, 3, 256, 128, routed_scaling_factor=1.5)
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -53,9 +53,10 @@ def runtime(weights: ExpertWeights) -> Iterator[MoERuntime]:
 @pytest.mark.parametrize("path", sorted(PATHS))
 def test_the_default_device_of_the_caller_does_not_matter(path: str, weights: ExpertWeights) -> None:
     x, ids, router = batch(3)
-    with MoERuntime(SPEC, weights, buckets=[4], device="cpu", path=path) as plain:
+    experts = weights if FP8_OF[path] == weights.fmt else random_weights(SPEC, FP8_OF[path])
+    with MoERuntime(SPEC, experts, buckets=[4], device="cpu", path=path) as plain:
         wanted = plain(x, ids, router).clone()
-    with torch.device("meta"), MoERuntime(SPEC, weights, buckets=[4], device="cpu", path=path) as made:
+    with torch.device("meta"), MoERuntime(SPEC, experts, buckets=[4], device="cpu", path=path) as made:
         assert torch.equal(made(x, ids, router), wanted)
         assert not made.report().promise_broken
 
@@ -113,7 +114,8 @@ def test_lent_inputs_and_replay_equal_a_call(runtime: MoERuntime) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_replay_before_any_input_is_written_touches_no_expert(path: str, weights: ExpertWeights) -> None:
-    with MoERuntime(SPEC, weights, buckets=[4], device="cpu", path=path) as fresh:
+    experts = weights if FP8_OF[path] == weights.fmt else random_weights(SPEC, FP8_OF[path])
+    with MoERuntime(SPEC, experts, buckets=[4], device="cpu", path=path) as fresh:
         assert bool((fresh.replay(4) == 0).all())
 
 
@@ -504,11 +506,12 @@ def test_the_flag_warns_once_and_can_be_cleared(runtime: MoERuntime) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_duplicates_are_summed_where_the_spec_allows_them(path: str) -> None:
     spec = MoESpec(4, 3, 128, 128, distinct_topk=False)
-    weights = random_weights(spec, "bf16")
+    fmt = "bf16" if FP8_OF[path] == "fp8_block" else FP8_OF[path]
+    weights = random_weights(spec, fmt)
     x, router = random_inputs(spec, 5)
     ids = torch.tensor([[0, 0, 0], [1, 1, 2], [3, -1, 3], [2, 2, 2], [0, 1, 2]])
     with MoERuntime(spec, weights, buckets=[5], device="cpu", path=path) as made:
-        assert_rows(made(x, ids, router), oracle(x, ids, router, weights, path), "bf16", recipe=path)
+        assert_rows(made(x, ids, router), oracle(x, ids, router, weights, path), fmt, recipe=path)
         assert not made.report().promise_broken
 
 

@@ -22,7 +22,7 @@ from graphmoe.measure import Ceilings, Timing
 from graphmoe.paths import PATHS, get_path
 from graphmoe.trial import LAYERS, Bench, Trial, layers_of
 from graphmoe.tuning import compile_ahead, neighbours, starting_points, tune
-from tests.checks import random_weights
+from tests.checks import RUNS, random_weights
 
 SHAPES = {
     f"{model} {how}": shape
@@ -62,7 +62,7 @@ def test_starting_points_of_every_size_are_distinct_recipes_that_can_run(shape: 
     spec, fmt = SHAPES[shape], get_format("fp8_block")
     can_run: dict[Recipe, bool] = {}
     for tokens in range(1, EVERY + 1):
-        points = starting_points(spec, tokens)
+        points = starting_points(spec, tokens, "fp8_block")
         for point in points:
             if point not in can_run:
                 can_run[point] = is_full(point) and get_path(point.path).supports(spec, fmt, "sm90") is None
@@ -78,18 +78,29 @@ def test_starting_points_of_every_size_are_distinct_recipes_that_can_run(shape: 
             *([("psum", 128), ("compact", 128)] if rows > 32 else []),
         }, tokens
     assert all(can_run.values())
-    assert {point.path for point in can_run} == set(PATHS)
+    assert {point.path for point in can_run} == {name for name, path in PATHS.items() if path.weight_layout == "plain"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int4_weights_have_starting_points_of_their_path_at_every_size(shape: str) -> None:
+    spec = SHAPES[shape]
+    for tokens in range(1, EVERY + 1):
+        points, rows = starting_points(spec, tokens, "w4afp8"), tokens * spec.top_k / spec.num_experts
+        assert points
+        assert {point.path for point in points} == {"gathered_w4"}
+        assert all(is_full(point) for point in points)
+        assert rows <= 64 or [dict(point.options)["tile"] for point in points] == [64]
 
 
 def test_direct_of_a_rank_takes_the_slots_one_by_one() -> None:
     """Most slots of a token are on other ranks."""
     for model in model_names():
         for spec, slots in ((named_spec(model), 0), (named_spec(model).shard(ep=2), 1)):
-            [direct] = [point for point in starting_points(spec, 1) if point.path == "direct"]
+            [direct] = [point for point in starting_points(spec, 1, "fp8_block") if point.path == "direct"]
             assert dict(direct.options)["down_slots"] == slots
 
 
-ALL_POINTS = {point for spec in SHAPES.values() for tokens in range(1, 2049) for point in starting_points(spec, tokens)}
+ALL_POINTS = {point for spec in SHAPES.values() for tokens in range(1, 2049) for point in starting_points(spec, tokens, "fp8_block")}
 
 
 def test_every_recipe_that_a_search_can_reach_is_full_and_keeps_its_path_and_tile() -> None:
@@ -120,7 +131,7 @@ class FakeBench:
     """Times invented by `time_of`, microseconds of (balanced, zipf); None refuses the recipe. The floor is 10 of balanced, 20 of zipf."""
 
     def __init__(self, time_of: Callable[[Recipe], tuple[float, float] | None], spec: MoESpec = SMALL) -> None:
-        self.spec = spec
+        self.spec, self.fmt = spec, "fp8_block"
         self.runs: list[tuple[Recipe, int]] = []
         self._time_of = time_of
 
@@ -167,7 +178,7 @@ def test_the_best_worst_ratio_of_all_that_was_tried_wins(seed: int, tokens: int,
     assert worst(time_of(record.recipe)) == min(worst(time_of(recipe)) for recipe in bench.tried)
     assert {trial.recipe for trial in trials} == bench.tried
     assert record.tried == len(trials) == len(bench.tried)
-    assert set(starting_points(SMALL, tokens)) <= bench.tried
+    assert set(starting_points(SMALL, tokens, "fp8_block")) <= bench.tried
 
 
 @given(seed=st.integers(0, 2**32 - 1), tokens=st.sampled_from([1, 8, 64, 130]))
@@ -237,7 +248,7 @@ def test_the_options_of_the_best_path_are_found_half_by_half() -> None:
 
 def test_refused_recipes_are_ignored_but_counted() -> None:
     """The plain recipe of the best path is among them."""
-    [plain] = [point for point in starting_points(SMALL, 8) if point.path == "gathered"]
+    [plain] = [point for point in starting_points(SMALL, 8, "fp8_block") if point.path == "gathered"]
 
     def time_of(recipe: Recipe) -> tuple[float, float] | None:
         return None if recipe == plain or recipe.path != "gathered" else (12.0, 24.0)
@@ -319,7 +330,7 @@ def test_what_the_search_begins_with_is_compiled_ahead_for_every_bucket(monkeypa
     assert pools == [3], "as many processes as the memory holds"
     assert {(of, fmt) for of, fmt, _, _ in jobs} == {(spec, "fp8_block")}
     compiled = {(recipe, tokens) for _, _, recipe, buckets in jobs for tokens in buckets}
-    points = {(point, tokens) for tokens in sizes for point in starting_points(spec, tokens)}
+    points = {(point, tokens) for tokens in sizes for point in starting_points(spec, tokens, "fp8_block")}
     assert points <= compiled
     assert {recipe for recipe, _ in compiled} == {
         recipe for point, _ in points for recipe in (point, *(one for half in neighbours(point) for one in half))
@@ -373,8 +384,7 @@ def test_layers_of_a_bench_differ_and_its_seed_reproduces_them(bench: Callable[.
     assert not torch.equal(payloads[0], other.layers[0].w13.view(torch.uint8))
 
 
-@pytest.mark.parametrize("fmt", ["fp8_block", "bf16"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "fmt"), [run for run in RUNS if run[1] != "ue8m0"])
 def test_a_trial_checks_and_times_every_path(path: str, fmt: str, bench: Callable[..., Bench]) -> None:
     made = bench(fmt=fmt)
     batches = made.batches(9)
@@ -383,7 +393,7 @@ def test_a_trial_checks_and_times_every_path(path: str, fmt: str, bench: Callabl
     assert is_full(trial.recipe)
     assert trial.times == tuple((batch.name, Timing(float(LAYERS), 11.0), batch.floor_us) for batch in batches)
     assert trial.worst_ratio == LAYERS / min(batch.floor_us for batch in batches)
-    assert trial.launches == {"gathered": 4, "direct": 2}.get(path, 7)
+    assert trial.launches == {"gathered": 4, "gathered_w4": 4, "direct": 2}.get(path, 7)
     assert 0 < trial.worst_row < 0.1
     assert trial.call is None
     called = made.run(Recipe(path), batches[:1], calls=True)

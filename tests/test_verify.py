@@ -15,6 +15,7 @@ from graphmoe.errors import InvalidInput, VerifyFailed
 from graphmoe.paths import PATHS
 from graphmoe.samples import ROUTINGS
 from graphmoe.verify import Case, Verifier, soak, verify
+from tests.checks import FP8_OF
 
 SPEC = MoESpec(5, 2, 128, 128)
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def build() -> Iterator[Callable[[str], Verifier]]:
     made: list[Verifier] = []
 
     def one(path: str) -> Verifier:
-        made.append(Verifier(SPEC, "fp8_block", SIZES, path, CPU))
+        made.append(Verifier(SPEC, FP8_OF[path], SIZES, path, CPU))
         return made[-1]
 
     yield one

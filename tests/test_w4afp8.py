@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphmoe.errors import UnsupportedShape, WeightsError
-from graphmoe.formats import STORED, get_format, stored_format
+from graphmoe.formats import FORMATS, get_format, w4afp8
 from graphmoe.formats.w4afp8 import GROUPS, dequantize_weight, group_of, one_input_scale, pack, quantize_weight, unpack
 from tests import strategies
 
@@ -231,9 +231,34 @@ def test_input_scales_that_cannot_be_are_refused(bad: float) -> None:
         one_input_scale(torch.tensor([]))
 
 
-def test_the_format_can_be_stored_and_is_not_run() -> None:
-    assert stored_format("w4afp8").weight_bits == 4
-    with pytest.raises(UnsupportedShape, match="no path runs format 'w4afp8'"):
-        get_format("w4afp8")
-    with pytest.raises(UnsupportedShape, match=f"unknown format 'int3'; known: {', '.join(STORED)}"):
-        stored_format("int3")
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**31))
+def test_prepared_weights_have_the_same_values(rows: int, groups: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(-128, 128, (2, rows, 64 * groups), generator=generator, dtype=torch.int8)
+    scale = torch.randn(2, rows, groups, generator=generator).bfloat16()
+    prepared, by_group = w4afp8.prepare(packed, scale)
+    assert (prepared.dtype, by_group.shape) == (torch.uint8, (2, groups, rows))
+    assert torch.equal(w4afp8.dequantize_prepared(prepared, by_group), dequantize_weight(packed, scale))
+
+
+def test_a_prepared_byte_holds_what_masking_widens() -> None:
+    """Column 0 is -8 and column 64 is 7: codes 0 and 15, which as e4m3 are 0 and 15 steps of 2^-9."""
+    values = torch.zeros(1, 128, dtype=torch.int8)
+    values[0, 0], values[0, 64] = -8, 7
+    prepared, _ = w4afp8.prepare(pack(values), torch.ones(1, 1))
+    assert prepared[0, 0] == 0xF0
+    widened = [code.view(torch.float8_e4m3fn).float() * 512 - 8 for code in (prepared & 0xF, prepared >> 4)]
+    assert torch.equal(torch.cat(widened, dim=1), values.float())
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_other_groups_are_stored_and_not_run(group: int) -> None:
+    packed, scale = quantize_weight(torch.randn(4, 128), group=group)
+    with pytest.raises(UnsupportedShape, match=f"groups of {group} columns, kernels take 128"):
+        w4afp8.prepare(packed, scale)
+
+
+def test_formats_are_known_by_name() -> None:
+    assert get_format("w4afp8").weight_bits == 4
+    with pytest.raises(UnsupportedShape, match=f"unknown format 'int3'; known: {', '.join(FORMATS)}"):
+        get_format("int3")

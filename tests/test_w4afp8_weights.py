@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from graphmoe import ExpertWeights, MoERuntime, MoESpec, convert
+from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, convert, plan
 from graphmoe.cli import app
 from graphmoe.convert import convert_checkpoint
-from graphmoe.errors import BadSetting, CheckpointError, UnsupportedShape, WeightsError, WeightsMismatch
+from graphmoe.errors import BadSetting, CheckpointError, UnknownRecipe, UnsupportedShape, WeightsError, WeightsMismatch
 from graphmoe.formats.w4afp8 import dequantize_weight, pack, quantize_weight
+from graphmoe.paths import get_path
 from tests.checks import random_weights
 from tests.test_ue8m0 import LiveBytes
 from tests.test_weights import INDEX, assert_same, distinct_parts
@@ -347,9 +348,40 @@ def test_no_way_leads_from_one_quantisation_to_the_other_but_through_floats() ->
     assert ExpertWeights.from_bf16(SPEC, *fp8.dequantize(), fmt="w4afp8").fmt == "w4afp8"
 
 
-def test_a_runtime_says_that_no_path_runs_them() -> None:
-    with pytest.raises(UnsupportedShape, match="no path runs format 'w4afp8'"):
-        MoERuntime(SPEC, random_int4(), buckets=[1], device="cpu")
+def test_a_runtime_runs_them_on_a_copy_that_it_refreshes() -> None:
+    weights = random_int4()
+    spec = weights.spec
+    x, ids, router = torch.randn(2, spec.hidden_size).bfloat16(), torch.tensor([[0, 1]] * 2)[:, : spec.top_k], torch.full((2, spec.top_k), 0.5)
+    with MoERuntime(spec, weights, buckets=[2], device="cpu") as runtime:
+        assert runtime.plan.buckets[0].recipe.path == "gathered_w4"
+        before = runtime(x, ids, router).clone()
+        assert runtime._core.open().weights[0].w13.dtype == torch.uint8
+        assert weights.w2_scale_inv is not None
+        weights.w2_scale_inv.mul_(2.0)
+        with pytest.raises(WeightsMismatch, match="refresh"):
+            runtime(x, ids, router)
+        runtime.refresh(0)
+        assert torch.equal(runtime(x, ids, router), before * 2)
+        with pytest.raises(WeightsMismatch, match="packed for kernels"):
+            runtime._core.open().weights[0].dequantize()
+
+
+@pytest.mark.parametrize("path", ["psum", "masked", "gathered", "direct"])
+def test_other_paths_name_the_one_that_runs_them(path: str) -> None:
+    weights = random_int4()
+    with pytest.raises(UnsupportedShape, match="take 'gathered_w4'"):
+        MoERuntime(weights.spec, weights, buckets=[1], device="cpu", path=path)
+    with pytest.raises(UnsupportedShape, match="take 'masked', 'compact', 'psum', 'gathered', 'direct'"):
+        plan(weights.spec, [1], fmt="fp8_block", arch="sm90", recipes="gathered_w4")
+
+
+def test_what_fills_the_registers_is_refused_or_gets_more_warps() -> None:
+    options = get_path("gathered_w4").options(Recipe("gathered_w4", tile=64))
+    assert (options["up_warps"], options["down_warps"]) == (8, 8)
+    for wrong in ({"up_warps": 4}, {"down_warps": 4}):
+        with pytest.raises(UnknownRecipe, match="than 4 warps can hold"):
+            get_path("gathered_w4").options(Recipe("gathered_w4", tile=64, **wrong))
+    assert get_path("gathered_w4").options(Recipe("gathered_w4", tile=64, up_warps=4, up_rows=64))["up_warps"] == 4
 
 
 def test_pack_is_what_the_checkpoint_holds(tmp_path: Path) -> None:

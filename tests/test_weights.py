@@ -958,7 +958,7 @@ def test_an_unknown_format_is_one_error_everywhere():
         lambda: weights.requantize("int3"),
         lambda: ExpertWeights(SMALL, "int3", weights.w13, weights.w2),
     ):
-        with pytest.raises(UnsupportedShape, match="unknown format 'int3'; known: fp8_block, ue8m0, bf16"):
+        with pytest.raises(UnsupportedShape, match="unknown format 'int3'; known: fp8_block, ue8m0, w4afp8, bf16"):
             call()
 
 

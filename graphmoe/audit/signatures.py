@@ -30,6 +30,8 @@ _TRITON = {
     "_route_tiles_kernel": "<topk_ids <x >row_of >members >tiles >x_rows >x_scales =flags tokens tile_count",
     "_gather_up_kernel": f"<x/x_rows <x_scales <tiles <members {_WEIGHTS} <w_scales{_SCALES} >act/act_rows >act_scales",
     "_gather_down_kernel": f"<act/act_rows <act_scales <tiles {_WEIGHTS} <w_scales{_SCALES} >rows/down_rows",
+    "_gather_up_w4_kernel": f"<x/x_rows <x_scales <tiles <members {_WEIGHTS} <w_scales{_SCALES} >act/act_rows >act_scales",
+    "_gather_down_w4_kernel": f"<act/act_rows <act_scales <tiles {_WEIGHTS} <w_scales{_SCALES} >rows/down_rows",
     "_gemv_up_kernel": f"<x <topk_ids <w/w13/w2 <w_scales{_SCALES} >act/act_rows",
     "_gemv_down_kernel": f"<act/act_rows <topk_ids <topk_weights <w/w13/w2 <w_scales{_SCALES} scale >out/y =flags",
 }

@@ -12,9 +12,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from graphmoe.cli.console import make_console
-from graphmoe.cli.options import stored_format_name
+from graphmoe.cli.options import format_name
 from graphmoe.convert import ConvertedFile, convert_checkpoint
-from graphmoe.formats import STORED
+from graphmoe.formats import FORMATS
 
 _INTERRUPTED = 130
 
@@ -25,7 +25,7 @@ def convert(
         Path,
         typer.Argument(metavar="DST", help="directory for the result; it may hold what an interrupted run of this conversion left, nothing else"),
     ],
-    fmt: Annotated[str, typer.Option("--format", help=f"one of: {', '.join(STORED)} (fp8 is short for fp8_block)")],
+    fmt: Annotated[str, typer.Option("--format", help=f"one of: {', '.join(FORMATS)} (fp8 is short for fp8_block)")],
     clip_search: Annotated[bool, typer.Option("--clip-search", help="for w4afp8: choose each group's scale by its squared error; slower")] = False,
 ) -> None:
     """Rewrite a checkpoint's weights as block FP8, block FP8 with power-of-two scales (ue8m0), int4 experts (w4afp8), or bf16.
@@ -33,7 +33,7 @@ def convert(
     Block-FP8 weights are converted wherever they are (to w4afp8 those of experts), BF16 weights only of experts; everything else is copied. A run
     that was interrupted is started again with the same command and keeps the files that it had finished.
     """
-    fmt = stored_format_name(fmt)
+    fmt = format_name(fmt)
     console = make_console()
     errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     finished = 0

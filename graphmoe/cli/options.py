@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graphmoe.errors import SpecError
-from graphmoe.formats import FORMATS, get_format, stored_format
+from graphmoe.formats import FORMATS, get_format
 from graphmoe.paths import PATHS
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec, model_names, named_spec
@@ -37,15 +37,6 @@ def format_name(text: str) -> str:
         UnsupportedShape: an unknown format.
     """
     return get_format(_SHORT.get(text, text)).name
-
-
-def stored_format_name(text: str) -> str:
-    """The name of a format that a checkpoint can be in, given on the command line.
-
-    Raises:
-        UnsupportedShape: an unknown format.
-    """
-    return stored_format(_SHORT.get(text, text)).name
 
 
 def model_spec(model: str) -> MoESpec:

@@ -14,7 +14,7 @@ from graphmoe.cli.options import MODEL_HELP, PATH_HELP, Buckets, Ep, Tp, WeightF
 from graphmoe.device import arch_of, resolve_device
 from graphmoe.errors import InvalidInput
 from graphmoe.formats import get_format
-from graphmoe.paths import PATHS
+from graphmoe.paths import PATHS, why_not
 from graphmoe.recipe import Recipe
 from graphmoe.spec import MoESpec
 from graphmoe.verify import Case, Verifier, soak
@@ -77,4 +77,4 @@ def verify(
 
 def _every_path(spec: MoESpec, fmt: str, arch: str) -> list[Recipe]:
     weight_format = get_format(fmt).on(arch)
-    return [Recipe(name) for name, path in PATHS.items() if path.supports(spec, weight_format, arch) is None]
+    return [Recipe(name) for name in PATHS if why_not(name, spec, weight_format, arch) is None]

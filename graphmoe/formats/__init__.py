@@ -63,6 +63,7 @@ class Format:
         per_element: weights of a row in one element of it.
         scale_dtype: dtype of their scales at run time, a torch dtype's name.
         block: rows and columns of a weight that share a scale.
+        layout: the form of prepared weights that its paths read, see `Path.weight_layout`.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Format:
     per_element: int = 1
     scale_dtype: str = "float32"
     block: tuple[int, int] = (BLOCK, BLOCK)
+    layout: str = "plain"
 
     def on(self, arch: str) -> Format:
         """This format as an arch's GEMM consumes it: deep_gemm on SM100 takes power-of-two scales, packed.
@@ -83,6 +85,8 @@ class Format:
         """
         if arch != "sm100" or self.scales is None:
             return self
+        if self.layout != "plain":
+            raise UnsupportedShape(f"format {self.name!r} runs on sm90 only; take fmt='ue8m0'")
         if self.scales is ScaleFormat.FLOAT32:
             raise UnsupportedShape(f"format {self.name!r} has float32 scales, sm100 takes powers of two: use weights.requantize('ue8m0')")
         return replace(self, scales=ScaleFormat.UE8M0_PACKED)
@@ -113,12 +117,7 @@ class Format:
 FORMATS: dict[str, Format] = {
     "fp8_block": Format("fp8_block", "float8_e4m3fn", ScaleFormat.FLOAT32, divisor=BLOCK, weight_bits=8),
     "ue8m0": Format("ue8m0", "float8_e4m3fn", ScaleFormat.UE8M0, divisor=BLOCK, weight_bits=8),
-    # deep_gemm's BF16 grouped GEMM takes K in multiples of 64.
-    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bits=16, weight_dtype="bfloat16"),
-}
-"""Formats that paths run."""
-
-STORED: dict[str, Format] = FORMATS | {
+    # A layer may also have groups of 64 or 32 columns: stored and converted, but no path runs those.
     "w4afp8": Format(
         "w4afp8",
         "float8_e4m3fn",
@@ -129,24 +128,18 @@ STORED: dict[str, Format] = FORMATS | {
         per_element=2,
         scale_dtype="bfloat16",
         block=(1, BLOCK),
+        layout="w4",
     ),
+    # deep_gemm's BF16 grouped GEMM takes K in multiples of 64.
+    "bf16": Format("bf16", "bfloat16", None, divisor=64, weight_bits=16, weight_dtype="bfloat16"),
 }
-"""Formats that weights can be in: loaded, saved and converted, if not run. (A `w4afp8` layer may also have groups of 64 or 32 columns.)"""
 
 
 def get_format(name: str) -> Format:
-    """The format that paths run, or UnsupportedShape naming the known ones."""
+    """The registered format, or UnsupportedShape naming the known ones."""
     if name not in FORMATS:
-        reason = "no path runs format" if name in STORED else "unknown format"
-        raise UnsupportedShape(f"{reason} {name!r}; known: {', '.join(FORMATS)}")
+        raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
     return FORMATS[name]
-
-
-def stored_format(name: str) -> Format:
-    """The format that weights can be in, or UnsupportedShape naming the known ones."""
-    if name not in STORED:
-        raise UnsupportedShape(f"unknown format {name!r}; known: {', '.join(STORED)}")
-    return STORED[name]
 
 
 def __getattr__(name: str) -> Any:

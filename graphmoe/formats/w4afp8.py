@@ -91,6 +91,36 @@ def dequantize_weight(packed: Tensor, scale: Tensor) -> Tensor:
     return (values * scale.float()[..., None]).flatten(-2)
 
 
+def prepare(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights as kernels read them: no shuffle widens them to e4m3, and scales of neighbouring rows lie side by side.
+
+    A byte holds columns `j` and `64 + j` of a group of 128, the first in its low nibble, each as `value + 8`: a number `c` of 0 to 15, and the e4m3
+    code `c` is `c * 2^-9` (the subnormals and the smallest normals), so that masking a byte widens it.
+
+    Args:
+        packed: int8 `[..., N, K/2]`.
+        scale: floating `[..., N, K/128]`.
+
+    Returns:
+        uint8 `[..., N, K/2]` and scales `[..., K/128, N]`, dense.
+
+    Raises:
+        UnsupportedShape: groups of another size.
+    """
+    columns = 2 * packed.shape[-1]
+    if group_of(columns, scale.shape[-1]) != BLOCK:
+        raise UnsupportedShape(f"these weights have groups of {group_of(columns, scale.shape[-1])} columns, kernels take {BLOCK}: quantise them anew")
+    codes = (unpack(packed) + (-LOWEST)).view(torch.uint8).unflatten(-1, (-1, 2, BLOCK // 2))
+    return (codes[..., 0, :] | (codes[..., 1, :] << 4)).flatten(-2), scale.transpose(-1, -2).contiguous()
+
+
+def dequantize_prepared(prepared: Tensor, scale: Tensor) -> Tensor:
+    """float32 `[..., N, K]` of what `prepare` returned."""
+    groups = prepared.unflatten(-1, (-1, BLOCK // 2))
+    values = torch.cat([groups & 0xF, groups >> 4], dim=-1).float() + LOWEST
+    return (values * scale.float().transpose(-1, -2)[..., None]).flatten(-2)
+
+
 def group_of(columns: int, scales: int) -> int:
     """How many columns share a scale, of a row with so many of each.
 

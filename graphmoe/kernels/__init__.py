@@ -5,7 +5,9 @@ from graphmoe.kernels.attend import attend
 from graphmoe.kernels.combine import combine
 from graphmoe.kernels.count import count
 from graphmoe.kernels.gather_down import gather_down
+from graphmoe.kernels.gather_down_w4 import gather_down_w4
 from graphmoe.kernels.gather_up import gather_up
+from graphmoe.kernels.gather_up_w4 import gather_up_w4
 from graphmoe.kernels.gemv_down import gemv_down
 from graphmoe.kernels.gemv_up import gemv_up
 from graphmoe.kernels.pack import pack
@@ -22,7 +24,9 @@ __all__ = [
     "combine",
     "count",
     "gather_down",
+    "gather_down_w4",
     "gather_up",
+    "gather_up_w4",
     "gemv_down",
     "gemv_up",
     "pack",

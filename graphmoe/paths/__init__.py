@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from graphmoe.errors import UnknownRecipe
-from graphmoe.formats import Rounding
+from graphmoe.formats import Format, Rounding
 from graphmoe.paths.base import Path
 from graphmoe.paths.direct import DirectPath
 from graphmoe.paths.gathered import GatheredPath
+from graphmoe.paths.gathered_w4 import GatheredW4Path
 from graphmoe.paths.grouped import GroupedPath
 from graphmoe.recipe import Recipe
+from graphmoe.spec import MoESpec
 
-_REGISTERED: tuple[Path, ...] = (GroupedPath("masked"), GroupedPath("compact"), GroupedPath("psum"), GatheredPath(), DirectPath())
+_REGISTERED: tuple[Path, ...] = (
+    GroupedPath("masked"),
+    GroupedPath("compact"),
+    GroupedPath("psum"),
+    GatheredPath(),
+    GatheredW4Path(),
+    DirectPath(),
+)
 PATHS: dict[str, Path] = {path.name: path for path in _REGISTERED}
 
 
@@ -19,6 +28,19 @@ def get_path(name: str) -> Path:
     if name not in PATHS:
         raise UnknownRecipe(f"unknown path {name!r}; known: {', '.join(PATHS)}, or 'auto'")
     return PATHS[name]
+
+
+def why_not(name: str, spec: MoESpec, fmt: Format, arch: str) -> str | None:
+    """Why a path cannot run this, or None.
+
+    Raises:
+        UnknownRecipe: no path of this name.
+    """
+    path = get_path(name)
+    if path.weight_layout != fmt.layout:
+        others = ", ".join(repr(other.name) for other in _REGISTERED if other.weight_layout == fmt.layout)
+        return f"it does not read weights of format {fmt.name!r}; take {others}"
+    return path.supports(spec, fmt, arch)
 
 
 def filled(recipe: Recipe) -> Recipe:

@@ -5,7 +5,9 @@ from graphmoe.reference.attend import attend
 from graphmoe.reference.combine import combine
 from graphmoe.reference.count import count
 from graphmoe.reference.gather_down import gather_down
+from graphmoe.reference.gather_down_w4 import gather_down_w4
 from graphmoe.reference.gather_up import gather_up
+from graphmoe.reference.gather_up_w4 import gather_up_w4
 from graphmoe.reference.gemv_down import gemv_down
 from graphmoe.reference.gemv_up import gemv_up
 from graphmoe.reference.judge import ROW_ERROR, row_errors, row_limit
@@ -25,7 +27,9 @@ __all__ = [
     "combine",
     "count",
     "gather_down",
+    "gather_down_w4",
     "gather_up",
+    "gather_up_w4",
     "gemv_down",
     "gemv_up",
     "moe_layer",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from graphmoe.formats import Rounding, ScaleFormat, fp8_block, get_format, ue8m0
+from graphmoe.formats import Rounding, ScaleFormat, fp8_block, get_format, ue8m0, w4afp8
 from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        w13, w2 = (_dense(payload, scale, e) for payload, scale in ((weights.w13, weights.w13_scale_inv), (weights.w2, weights.w2_scale_inv)))
+        dense = _dense_int4 if weights.fmt == "w4afp8" else _dense
+        w13, w2 = (dense(payload, scale, e) for payload, scale in ((weights.w13, weights.w13_scale_inv), (weights.w2, weights.w2_scale_inv)))
         gate_up = source[token].double() @ w13.T
         gate, up = (gate_up.to(torch.bfloat16).double() if rounding is not None and rounding.gate_up else gate_up).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * up
@@ -55,6 +56,11 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
 
 def _dense(payload: Tensor, scale: Tensor | None, e: int) -> Tensor:
     return payload[e].double() if scale is None else dequantize_weight(payload[e], scale[e]).double()
+
+
+def _dense_int4(packed: Tensor, scale: Tensor | None, e: int) -> Tensor:
+    assert scale is not None
+    return w4afp8.dequantize_weight(packed[e], scale[e]).double()
 
 
 def _names_an_expert_twice(topk_ids: Tensor, num_experts: int) -> Tensor:

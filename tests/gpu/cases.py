@@ -10,7 +10,7 @@ from functools import cache
 from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, named_spec
 from graphmoe.errors import CaptureError
 from graphmoe.samples import unwritten_weights
-from tests.checks import RECIPES, random_weights
+from tests.checks import RECIPES, W4_RECIPES, random_weights
 
 BUCKETS = (1, 2, 8, 32, 128, 512)
 SMALL = MoESpec(16, 4, 1024, 512, routed_scaling_factor=1.5)
@@ -38,7 +38,9 @@ class Case:
         return SMALL if self.shape == "small" else SHAPES[self.shape]
 
 
-CASES = tuple(Case(shape, fmt, recipe) for shape in SHAPES for fmt in ("fp8_block", "ue8m0", "bf16") for recipe in RECIPES)
+CASES = tuple(Case(shape, fmt, recipe) for shape in SHAPES for fmt in ("fp8_block", "ue8m0", "bf16") for recipe in RECIPES) + tuple(
+    Case(shape, "w4afp8", recipe) for shape in SHAPES for recipe in W4_RECIPES
+)
 
 
 SMALL_CASES = tuple(Case("small", "fp8_block", recipe) for recipe in (*RECIPES, Recipe("masked", row_tile=64)))

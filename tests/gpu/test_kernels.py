@@ -143,6 +143,50 @@ def test_gathered_gemms_equal_their_twins(name: str, scale_format: ScaleFormat |
         assert float(error.max()) < 0.005, where
 
 
+def test_int4_gemms_equal_their_twins() -> None:
+    """Launch sizes of every kind on identical inputs; rows that no position owns stay as they were; activations of large and small groups."""
+    spec, tokens = SPECS["K > E"], 77
+    weights = random_weights(spec, "w4afp8", device="cuda").prepared("sm90")
+    x = torch.randn(tokens, spec.hidden_size, device="cuda").bfloat16() * torch.logspace(-3, 3, tokens, device="cuda")[:, None].bfloat16()
+    ids = dict(routings(spec, tokens, device="cuda"))["sentinels"]
+    i, h, a = spec.intermediate_size, spec.hidden_size, tokens * spec.top_k
+    for tile, rows, stages, warps in ((16, 128, 3, 4), (16, 64, 6, 4), (32, 128, 2, 8), (32, 64, 4, 8), (64, 128, 3, 8)):
+        routed = tiled(reference, ids, x, spec, tile, ScaleFormat.FLOAT32)
+        x_rows, live = routed["x_rows"].view(torch.float8_e4m3fn), int(routed["tiles"][:, 2].sum())
+        launch, where = {"block_rows": rows, "stages": stages, "warps": warps}, f"tile={tile} rows={rows} stages={stages} warps={warps}"
+        ups, downs = [], []
+        for ops in (kernels, reference):
+            act, act_scales = torch.full((a + 1, i), 9.0, device="cuda").to(torch.float8_e4m3fn), torch.full((a + 1, i // rows), 7.0, device="cuda")
+            ops.gather_up_w4(
+                x_rows,
+                routed["x_scales"],
+                routed["tiles"],
+                routed["members"],
+                weights.w13,
+                weights.w13_scale_inv,
+                act=act,
+                act_scales=act_scales,
+                **launch,
+            )
+            ups.append((act, act_scales))
+        assert bool((ups[0][0][live:].float() == 9).all()), where
+        assert bool((ups[0][1][live:] == 7).all()), where
+        torch.testing.assert_close(ups[0][1][:live], ups[1][1][:live], rtol=1e-2, atol=0)
+        got, want = (act[:live].float() * scales[:live].repeat_interleave(rows, -1) for act, scales in ups)
+        group = want.unflatten(-1, (-1, rows)).abs().amax(-1).repeat_interleave(rows, -1)
+        assert bool(((got - want).abs() <= want.abs() / 8 + group / 100).all()), where
+        error = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        assert float(error.mean()) < 0.01, where
+        assert float(error.max()) < 1 / 16, where
+        for ops in (kernels, reference):
+            out = torch.full((a + 1, h), 9.0, device="cuda", dtype=torch.bfloat16)
+            ops.gather_down_w4(*ups[1], routed["tiles"], weights.w2, weights.w2_scale_inv, tile=tile, rows=out, **launch)
+            downs.append(out.float())
+        assert bool((downs[0][live:] == 9).all()), where
+        error = (downs[0] - downs[1])[:live].norm(dim=-1) / downs[1][:live].norm(dim=-1)
+        assert float(error.max()) < 0.005, where
+
+
 @pytest.mark.parametrize(("name", "scale_format"), [("ragged", None), ("K > E", ScaleFormat.FLOAT32)])
 def test_gemvs_equal_their_twins(name: str, scale_format: ScaleFormat | None) -> None:
     spec, tokens = SPECS.get(name, MoESpec(6, 3, 448, 192)), 5

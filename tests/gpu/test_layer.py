@@ -54,7 +54,7 @@ def test_every_bucket_equals_the_oracle(case: Case, compiled: None, oracles: dic
             worst[t] = max(worst[t], assert_rows(got, want, case.fmt, f"{case.name} bucket {t} {name}", recipe=case.recipe))
 
     report = runtime.report()
-    launches = {"direct": 2, "gathered": 4}.get(case.recipe.path, 7)
+    launches = {"direct": 2, "gathered": 4, "gathered_w4": 4}.get(case.recipe.path, 7)
     assert {bucket.kernels for bucket in report.buckets} == {launches}
     assert report.capture_allocations == 0
     assert not report.promise_broken
@@ -98,7 +98,7 @@ def test_padding_and_company_change_no_bit(case: Case, compiled: None) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("fmt", list(FORMATS))
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "w4afp8"])
 def test_paths_agree_bit_for_bit(shape: str, fmt: str, compiled: None, table: Table) -> None:
     """Every layout gives a row to the same GEMM arithmetic: one output, whatever the path."""
     spec, weights, sizes = SHAPES[shape], weights_of(shape, fmt), (1, 16, 128)
