@@ -28,7 +28,7 @@ from graphmoe.kernels.gather_up_w4 import _gather_up_w4_kernel
 from graphmoe.kernels.gemv_down import _REGISTERS, _UNROLLED, _gemv_down_kernel
 from graphmoe.kernels.gemv_up import _gemv_up_kernel
 from graphmoe.kernels.pack import _pack_kernel
-from graphmoe.kernels.requantize import _requantize_kernel
+from graphmoe.kernels.requantize_per_tensor import _requantize_per_tensor_kernel
 from graphmoe.kernels.route import _route_kernel
 from graphmoe.kernels.route_tiles import _route_tiles_kernel
 from graphmoe.kernels.scatter import _scatter_kernel
@@ -130,8 +130,9 @@ def main() -> None:
         if power_of_two:  # once
             for tile, rows in ((16, 128), (32, 128), (64, 64)):
                 w4 = pointers | {"w": f"tensordesc<u8[{rows}, 64]>", "w_scales": "*bf16"}
-                sizes = {"COLUMNS": 7168, "WIDTH": 768, "TILE": tile, "ROWS": rows, "GROUP": 128, "STAGES": 3, "PDL": True}
+                sizes = {"COLUMNS": 7168, "WIDTH": 768, "TILE": tile, "ROWS": rows, "GROUP": 128, "STAGES": 3, "PDL": True, "PER_TENSOR": False}
                 up = compile_kernel(_gather_up_w4_kernel, w4, **sizes)
+                compile_kernel(_gather_up_w4_kernel, w4, **sizes | {"PER_TENSOR": True})
                 downs = [compile_kernel(_gather_down_w4_kernel, w4, early=(3, 3), HALVES=halves, **sizes) for halves in (1, 2)]
                 for cubin in (up, *downs):
                     assert "STACK:0 " in resources(cubin), f"int4 GEMMs spill with tile {tile}, {rows} rows: {resources(cubin)}"
@@ -148,8 +149,10 @@ def main() -> None:
     requantised = {"x": "*fp8e4nv", "out_scale": "*fp32", "live": "*i32", "out": "*fp8e4nv"}
     for scales, masked, mapped in (("*fp32", True, False), ("*i32", True, False), ("*fp32", False, True), ("*i32", False, False)):
         live = {"MASKED": masked, "MAPPED": mapped, "PACKED": scales == "*i32"}
-        tile = {"COLUMNS": 7168, "ROWS": 4, "GROUPS": 8, "GROUP": 128, "PDL": True, "x_column": 1, "out_column": 1}
-        cubin = compile_kernel(_requantize_kernel, {**requantised, "scales": scales}, **live, **tile)
+        tile = {"COLUMNS": 7168, "ROWS": 4, "GROUPS": 8, "GROUP": 128, "PDL": True}
+        tile |= dict.fromkeys(("LIVE_STRIDE", "X_COLUMN", "OUT_COLUMN", "SCALE_COLUMN"), 1) | {"SCALE_ROW": 56, "SCALE_SEGMENT": 56 << 12}
+        tile |= dict.fromkeys(("X_ROW", "OUT_ROW"), 7168) | dict.fromkeys(("X_SEGMENT", "OUT_SEGMENT"), 7168 << 12)
+        cubin = compile_kernel(_requantize_per_tensor_kernel, {**requantised, "scales": scales}, **live, **tile)
         assert "STACK:0 " in resources(cubin), f"requantising spills with {live}: {resources(cubin)}"
     attended = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | {"positions": "*i64", "partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
     for group, block, key_dim, value_dim in ((8, 64, 128, 128), (1, 32, 192, 128)):

@@ -152,7 +152,7 @@ def test_directions_are_what_the_kernels_do() -> None:
     assert written == {
         "_count_kernel": {"block_counts", "flags"}, "_route_kernel": {"row_of", "groups"}, "_scatter_kernel": {"rows", "scales"},
         "_act_kernel": {"rows", "scales"}, "_combine_kernel": {"out"}, "_gather_up_kernel": {"act", "act_scales"}, "_gather_down_kernel": {"rows"},
-        "_gather_up_w4_kernel": {"act", "act_scales"}, "_gather_down_w4_kernel": {"rows"},
+        "_gather_up_w4_kernel": {"act", "act_scales"}, "_gather_down_w4_kernel": {"rows"}, "_requantize_per_tensor_kernel": {"out"},
         "_route_tiles_kernel": {"row_of", "members", "tiles", "x_rows", "x_scales", "flags"}, "_gemv_up_kernel": {"act"},
         "_gemv_down_kernel": {"out", "flags"}, "sm90_fp8_gemm_1d2d_impl": {"d"}, "sm90_bf16_gemm_impl": {"d"},
     }  # fmt: skip
@@ -171,8 +171,8 @@ def test_declared_names_are_the_kernels_own() -> None:
     from graphmoe import kernels
 
     steps = (
-        "act", "combine", "count", "gather_down", "gather_down_w4", "gather_up", "gather_up_w4", "gemv_down", "gemv_up", "route", "route_tiles",
-        "scatter",
+        "act", "combine", "count", "gather_down", "gather_down_w4", "gather_up", "gather_up_w4", "gemv_down", "gemv_up",
+        "requantize_per_tensor", "route", "route_tiles", "scatter",
     )  # fmt: skip
     found = {}
     for name in steps:

@@ -446,6 +446,34 @@ def test_int4_gemms_are_near_their_twins(block_rows: int, tile: int) -> None:
         assert bool(stale.all())
 
 
+def test_int4_gemms_with_one_scale_are_near_their_twins() -> None:
+    """One scale for all tokens and one for all results; a result beyond the second saturates, what is not finite is NaN."""
+    spec, tokens, width = MoESpec(4, 2, 256, 256), 21, 256
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randint(-8, 8, (4, rows, 256), generator=generator, dtype=torch.int8) for rows in (2 * width, 256)]
+    (w13, w13_scale), (w2, w2_scale) = (w4afp8.prepare(w4afp8.pack(each), torch.full((*each.shape[:2], 2), 2.0**-8).bfloat16()) for each in weights)
+    x = torch.randint(-8, 9, (tokens, 256), generator=generator).float()
+    x[5, 100] = float("nan")
+    x = x.to(torch.float8_e4m3fn)
+    ids = torch.stack([torch.tensor([t % 2, 3 if t % 3 else -1]) for t in range(tokens)]).int()
+    _, tiles, members, _ = tiled(reference, ids, torch.zeros(tokens, 256).bfloat16(), spec, 16)
+    live, launch, results = int(tiles[:, 2].sum()), {"block_rows": 128, "stages": 2, "warps": 4}, []
+    for ops in (kernels, reference):
+        act, rows = torch.full((tokens * 2 + 1, width), 9.0).to(torch.float8_e4m3fn), torch.full((tokens * 2 + 1, 256), 9.0).bfloat16()
+        ops.gather_up_w4(x, torch.tensor(0.5), tiles, members, w13, w13_scale, act=act, act_scales=torch.tensor(2.0**-9), **launch)
+        taken = torch.randint(-8, 9, act.shape, generator=torch.Generator().manual_seed(1)).float().to(torch.float8_e4m3fn)
+        ops.gather_down_w4(taken, torch.tensor(0.25), tiles, w2, w2_scale, tile=16, rows=rows, **launch)
+        results.append((act.float(), rows))
+    (act, rows), (act_twin, rows_twin) = results
+    bad = act_twin.isnan()
+    assert 0 < int(bad.any(1).sum()) <= 2
+    assert bool((act_twin.abs() == 448).any()), "nothing saturated"
+    same = (act - act_twin).abs() <= act_twin.abs() / 8 + 2.0**-6
+    assert float(same[~bad].float().mean()) > 0.95
+    assert near(rows, rows_twin, 1.0)
+    assert bool((act[live:] == 9).all() and (rows[live:] == 9).all())
+
+
 @pytest.mark.parametrize("slots", [0, 1])
 @pytest.mark.parametrize(("fmt", "width"), [("bf16", 128), ("bf16", 192), ("bf16", 704), ("fp8_block", 256), ("ue8m0", 640)])
 def test_gemvs_are_near_their_twins(fmt: str, width: int, slots: int) -> None:

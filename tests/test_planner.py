@@ -300,7 +300,9 @@ def test_a_buffer_lives_exactly_from_its_first_to_its_last_use(path: str, fmt: s
         record(Stage.UP if "w13" in arguments else Stage.DOWN)(*arguments)
 
     ops: Any = SimpleNamespace(**{name: record(stage) for name, stage in _STAGE_OF.items()})
-    weights: Any = SimpleNamespace(**{name: _Name(name) for name in ("w13", "w13_scale_inv", "w2", "w2_scale_inv")})
+    weights: Any = SimpleNamespace(
+        **{name: _Name(name) for name in ("w13", "w13_scale_inv", "w13_input_scale", "w2", "w2_scale_inv", "w2_input_scale")}
+    )
     names: Any = {buffer.name: _Name(buffer.name) for buffer in bucket.buffers} | {"flags": _Name("flags")}
     bound = get_path(path).bind(SMALL, get_format(fmt), 16, bucket.options, names, weights, ops, gemm)  # type: ignore[arg-type]
     bound.route(_Name("topk_ids"), _Name("x"))  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from graphmoe.convert import convert_checkpoint
 from graphmoe.errors import BadSetting, CheckpointError, UnknownRecipe, UnsupportedShape, WeightsError, WeightsMismatch
 from graphmoe.formats.w4afp8 import dequantize_weight, pack, quantize_weight
 from graphmoe.paths import get_path
-from tests.checks import random_weights
+from graphmoe.reference import moe_layer, row_errors
+from tests.checks import POISONS, assert_rows, oracle, poison, random_inputs, random_weights, routings
 from tests.test_ue8m0 import LiveBytes
 from tests.test_weights import INDEX, assert_same, distinct_parts
 
@@ -364,6 +365,40 @@ def test_a_runtime_runs_them_on_a_copy_that_it_refreshes() -> None:
         assert torch.equal(runtime(x, ids, router), before * 2)
         with pytest.raises(WeightsMismatch, match="packed for kernels"):
             runtime._core.open().weights[0].dequantize()
+
+
+@pytest.mark.parametrize("up_rows", [64, 128])
+@pytest.mark.parametrize("per_tensor", [0, 1])
+def test_activations_have_scales_of_their_own_or_the_ones_of_the_checkpoint(per_tensor: int, up_rows: int) -> None:
+    """Against the oracle that rounds likewise, on changing routings over poisoned scratch; and how far each is from one that rounds nothing."""
+    plain = random_weights(SPEC, "w4afp8")
+    hidden = 30.0  # more than SwiGLU of unit gain reaches
+    weights = replace(plain, w13_input_scale=torch.tensor(5.0 / 448), w2_input_scale=torch.tensor(hidden / 448))
+    recipe, worst, far = Recipe("gathered_w4", per_tensor=per_tensor, up_rows=up_rows), 0.0, 0.0
+    with MoERuntime(SPEC, weights, buckets=[1, 9], path=recipe, device="cpu") as runtime:
+        for name, ids in routings(SPEC, 9, seed=1):
+            x, router = random_inputs(SPEC, 9, seed=2)
+            poison(runtime, POISONS[len(name) % 3])
+            y = runtime(x, ids, router)
+            worst = max(worst, assert_rows(y, oracle(x, ids, router, weights, recipe), "w4afp8", name, recipe=recipe))
+            far = max(far, float(row_errors(y, moe_layer(x, ids, router, weights, rounding=None)).max()))
+        assert runtime.report().buckets[0].kernels == 4 + per_tensor
+    assert worst < 0.01
+    assert 0.01 < far < 0.12
+    with pytest.raises(UnsupportedShape, match="these have none"):
+        MoERuntime(SPEC, plain, buckets=[1], path=Recipe("gathered_w4", per_tensor=1), device="cpu")
+
+
+def test_a_checkpoint_scale_that_is_too_small_saturates_and_shows() -> None:
+    """The layer is what the checkpoint says, not what would be better."""
+    weights = replace(random_weights(SPEC, "w4afp8"), w13_input_scale=torch.tensor(1.0 / 448), w2_input_scale=torch.tensor(3.0 / 448))
+    x, router = random_inputs(SPEC, 4)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]])
+    recipe = Recipe("gathered_w4", per_tensor=1)
+    with MoERuntime(SPEC, weights, buckets=[4], path=recipe, device="cpu") as runtime:
+        y = runtime(x, ids, router)
+    assert_rows(y, oracle(x, ids, router, weights, recipe), "w4afp8", recipe=recipe)
+    assert float(row_errors(y, moe_layer(x, ids, router, weights, rounding=None)).min()) > 0.1
 
 
 @pytest.mark.parametrize("path", ["psum", "masked", "gathered", "direct"])

@@ -19,6 +19,7 @@ _SCRATCH = " scratch?:8 profile?:8"
 _WEIGHTS = "@<w/w13/w2 w_rows w_columns w_row_stride:8 w_column_stride:8"
 
 _SCALES = "/w13_scale_inv/w2_scale_inv"
+_ONE_X, _ONE_ACT = "/w13_input_scale", "/w2_input_scale"
 _ROWS, _RESULTS = "x_rows/act_rows", "gate_up/down_rows"
 
 _TRITON = {
@@ -30,8 +31,9 @@ _TRITON = {
     "_route_tiles_kernel": "<topk_ids <x >row_of >members >tiles >x_rows >x_scales =flags tokens tile_count",
     "_gather_up_kernel": f"<x/x_rows <x_scales <tiles <members {_WEIGHTS} <w_scales{_SCALES} >act/act_rows >act_scales",
     "_gather_down_kernel": f"<act/act_rows <act_scales <tiles {_WEIGHTS} <w_scales{_SCALES} >rows/down_rows",
-    "_gather_up_w4_kernel": f"<x/x_rows <x_scales <tiles <members {_WEIGHTS} <w_scales{_SCALES} >act/act_rows >act_scales",
-    "_gather_down_w4_kernel": f"<act/act_rows <act_scales <tiles {_WEIGHTS} <w_scales{_SCALES} >rows/down_rows",
+    "_gather_up_w4_kernel": f"<x/x_rows <x_scales{_ONE_X} <tiles <members {_WEIGHTS} <w_scales{_SCALES} >act/act_rows =act_scales{_ONE_ACT}",
+    "_gather_down_w4_kernel": f"<act/act_rows <act_scales{_ONE_ACT} <tiles {_WEIGHTS} <w_scales{_SCALES} >rows/down_rows",
+    "_requantize_per_tensor_kernel": f"<x/x_rows <scales/x_scales <out_scale{_ONE_X} <live/x_scales >out/x_rows rows",
     "_gemv_up_kernel": f"<x <topk_ids <w/w13/w2 <w_scales{_SCALES} >act/act_rows",
     "_gemv_down_kernel": f"<act/act_rows <topk_ids <topk_weights <w/w13/w2 <w_scales{_SCALES} scale >out/y =flags",
 }

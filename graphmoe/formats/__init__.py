@@ -42,11 +42,13 @@ class Rounding:
         quantise: tokens and SwiGLU results take the format's activation type (where it is FP8); else they stay bf16.
         gate_up: gate and up pass through bf16; else float32 goes straight into SwiGLU.
         group: columns of a SwiGLU result that share a scale.
+        per_tensor: tokens, quantised in groups, and SwiGLU results are rounded with the weights' input scales, one a GEMM.
     """
 
     quantise: bool = True
     gate_up: bool = True
     group: int = BLOCK
+    per_tensor: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from graphmoe.kernels.gather_up_w4 import gather_up_w4
 from graphmoe.kernels.gemv_down import gemv_down
 from graphmoe.kernels.gemv_up import gemv_up
 from graphmoe.kernels.pack import pack
-from graphmoe.kernels.requantize import requantize_per_tensor
+from graphmoe.kernels.requantize_per_tensor import requantize_per_tensor
 from graphmoe.kernels.route import route
 from graphmoe.kernels.route_tiles import route_tiles
 from graphmoe.kernels.scatter import scatter

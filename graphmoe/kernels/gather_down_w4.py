@@ -1,7 +1,7 @@
 """Gather-down for int4 weights: the second GEMM of `gathered_w4`: one bf16 row a position.
 
 act  e4m3 [A, I]          arena, by position     w2       uint8 [E, H, I/2]      as `formats/w4afp8.prepare` packs them
-act_scales f32 [A, I/128] or [A, I/64]           w_scales bf16 [E, I/128, H]
+act_scales f32 [A, I/128], [A, I/64] or []       w_scales bf16 [E, I/128, H]
 tiles int32 [N, 3]        arena                  rows     bf16 [A, H]   arena, by position
 """
 
@@ -21,7 +21,7 @@ from graphmoe.kernels.w4 import high_codes, low_codes, sums_of, values_of
 def _gather_down_w4_kernel(
     act, act_scales, tiles, w, w_scales, rows,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    PER_TENSOR: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, tile = tl.program_id(0), tl.program_id(1)
     # `tiles` is from before the kernel that this one waits for; past the L1 cache, which may hold an earlier replay's.
@@ -41,13 +41,13 @@ def _gather_down_w4_kernel(
     first_row = expert.to(tl.int32) * COLUMNS + block * ROWS
     scale_at = w_scales + expert * (groups * COLUMNS) + row
     act_at = act + position[:, None] * WIDTH + half[None, :]
-    act_scale_at = act_scales + position * (groups * HALVES)
+    act_scale_at = act_scales + (0 if PER_TENSOR else position * (groups * HALVES))
     total = tl.zeros([ROWS, TILE], dtype=tl.float32)
     for k in tl.range(0, groups, num_stages=STAGES):
         w_tile = w.load([first_row, k * HALF])
         low = tl.load(act_at + k * GROUP)
         high = tl.load(act_at + k * GROUP + HALF)
-        scale = tl.load(act_scale_at + k * HALVES)
+        scale = tl.load(act_scale_at + (slot * 0 if PER_TENSOR else k * HALVES))
         w_scale = tl.load(scale_at + k * COLUMNS).to(tl.float32)
         low_sums, high_sums = sums_of(low), sums_of(high)
         if HALVES == 2:  # the halves of a group have scales of their own
@@ -78,7 +78,7 @@ def gather_down_w4(
 
     Args:
         act: e4m3 `[A, I]`.
-        act_scales: float32 `[A, I/128]` or `[A, I/64]`.
+        act_scales: float32 `[A, I/128]` or `[A, I/64]`, or `[]`: one scale for all rows.
         tiles: int32 `[N, 3]`.
         w2: uint8 `[E, H, I/2]`, prepared.
         w2_scales: bf16 `[E, I/128, H]`.
@@ -89,9 +89,10 @@ def gather_down_w4(
         rows: bf16 `[A, H]`, out.
     """
     columns, width = rows.shape[1], act.shape[1]
+    per_tensor = act_scales.dim() == 0
     weights = TensorDescriptor.from_tensor(w2.view(-1, width // 2), [block_rows, GROUP // 2])
     _gather_down_w4_kernel[(columns // block_rows, tiles.shape[0])](
         act, act_scales, tiles, weights, w2_scales, rows,
-        COLUMNS=columns, WIDTH=width, TILE=tile, ROWS=block_rows, GROUP=GROUP, HALVES=act_scales.shape[1] * GROUP // width,
-        STAGES=stages, num_warps=warps, **pdl_flags(),
+        COLUMNS=columns, WIDTH=width, TILE=tile, ROWS=block_rows, GROUP=GROUP,
+        HALVES=1 if per_tensor else act_scales.shape[1] * GROUP // width, PER_TENSOR=per_tensor, STAGES=stages, num_warps=warps, **pdl_flags(),
     )  # fmt: skip

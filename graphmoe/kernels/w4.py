@@ -34,3 +34,10 @@ def sums_of(values):
 def values_of(product, sums):
     """`[ROWS, TILE]`: products with int4 values, of a product with their codes."""
     return product * _STEP - (sums * _OFFSET)[None, :]
+
+
+@triton.jit
+def quantise_to(values, scale):
+    """e4m3 of float32 values with one given scale, saturated; NaN and infinity stay no number: infinity becomes NaN."""
+    scaled = tl.clamp(values * (1.0 / scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(tl.abs(values) < float("inf"), scaled, float("nan")).to(tl.float8e4nv)

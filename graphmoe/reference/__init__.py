@@ -13,7 +13,7 @@ from graphmoe.reference.gemv_up import gemv_up
 from graphmoe.reference.judge import ROW_ERROR, row_errors, row_limit
 from graphmoe.reference.layer import moe_layer
 from graphmoe.reference.pack import pack
-from graphmoe.reference.requantize import requantize_per_tensor
+from graphmoe.reference.requantize_per_tensor import requantize_per_tensor
 from graphmoe.reference.route import route
 from graphmoe.reference.route_tiles import route_tiles
 from graphmoe.reference.scatter import scatter

@@ -13,6 +13,8 @@ def weight_of(weight: Tensor, scales: Tensor | None, expert: int) -> Tensor:
 
 
 def rows_of(values: Tensor, scales: Tensor | None, index: Tensor) -> Tensor:
-    """float32 `[n, K]`: rows `index` of `[R, K]`, with scales `[R, S]` of K/S columns each, or without."""
+    """float32 `[n, K]`: rows `index` of `[R, K]`, with scales `[R, S]` of K/S columns each, or one `[]`, or without."""
     rows = values[index].float()
+    if scales is not None and scales.dim() == 0:
+        return rows * scales
     return rows if scales is None else rows * scales[index].repeat_interleave(values.shape[1] // scales.shape[1], -1)

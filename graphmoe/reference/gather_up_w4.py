@@ -30,5 +30,9 @@ def gather_up_w4(
             continue
         token, live = members[number, :count].long(), slice(first, first + count)
         gate, up = (rows_of(x, x_scales, token) @ dequantize_prepared(w13[expert], w13_scales[expert]).T).chunk(2, dim=-1)
-        payload, act_scales[live] = fp8_block.quantize_rows(torch.nn.functional.silu(gate) * up, group=block_rows)
+        values = torch.nn.functional.silu(gate) * up
+        if act_scales.dim() == 0:
+            payload = fp8_block.to_e4m3(torch.where(values.isfinite(), values / act_scales, torch.nan))
+        else:
+            payload, act_scales[live] = fp8_block.quantize_rows(values, group=block_rows)
         act.view(torch.uint8)[live] = payload.view(torch.uint8)

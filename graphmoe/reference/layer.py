@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from graphmoe.formats import Rounding, ScaleFormat, fp8_block, get_format, ue8m0, w4afp8
+from graphmoe.formats import Rounding, ScaleFormat, fp8_block, get_format, requantize_per_tensor, ue8m0, w4afp8
 from graphmoe.formats.fp8_block import dequantize_rows, dequantize_weight
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
     quantised = rounding is not None and rounding.quantise and scales is not None
     quantise = fp8_block.quantize_rows if scales is ScaleFormat.FLOAT32 else ue8m0.quantize_rows
     source = dequantize_rows(*quantise(x)) if quantised else x
+    per_tensor = rounding is not None and rounding.per_tensor
+    if per_tensor:
+        assert weights.w13_input_scale is not None
+        source = requantize_per_tensor(*quantise(x), weights.w13_input_scale).float() * weights.w13_input_scale
     for e in range(spec.num_local_experts):
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         if token.numel() == 0:
@@ -43,7 +47,9 @@ def moe_layer(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Expert
         gate_up = source[token].double() @ w13.T
         gate, up = (gate_up.to(torch.bfloat16).double() if rounding is not None and rounding.gate_up else gate_up).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * up
-        if rounding is not None and quantised:
+        if per_tensor:
+            hidden = _to_one_scale(hidden, weights.w2_input_scale).double()
+        elif rounding is not None and quantised:
             hidden = dequantize_rows(*quantise(hidden, group=rounding.group)).double()
         elif rounding is not None:
             hidden = hidden.to(torch.bfloat16).double()
@@ -61,6 +67,12 @@ def _dense(payload: Tensor, scale: Tensor | None, e: int) -> Tensor:
 def _dense_int4(packed: Tensor, scale: Tensor | None, e: int) -> Tensor:
     assert scale is not None
     return w4afp8.dequantize_weight(packed[e], scale[e]).double()
+
+
+def _to_one_scale(values: Tensor, scale: Tensor | None) -> Tensor:
+    assert scale is not None
+    finite = torch.where(values.isfinite(), values.float(), torch.nan)
+    return fp8_block.to_e4m3(finite / scale).float() * scale
 
 
 def _names_an_expert_twice(topk_ids: Tensor, num_experts: int) -> Tensor:

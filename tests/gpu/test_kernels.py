@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from graphmoe import ExpertWeights, MoESpec, bounds, kernels, reference
+from graphmoe import ExpertWeights, MoERuntime, MoESpec, Recipe, bounds, kernels, reference
 from graphmoe.formats import BLOCK, ScaleFormat
 from graphmoe.formats.ue8m0 import unpack
 from graphmoe.layout import RowLayout
 from graphmoe.paths.grouped import route_blocks
-from tests.checks import bits, random_inputs, random_weights, routings
+from tests.checks import assert_rows, bits, oracle, random_inputs, random_weights, routings
 
 SPECS = {
     "qwen3-30b-a3b": MoESpec(128, 8, 2048, 768),
@@ -185,6 +187,19 @@ def test_int4_gemms_equal_their_twins() -> None:
         assert bool((downs[0][live:] == 9).all()), where
         error = (downs[0] - downs[1])[:live].norm(dim=-1) / downs[1][:live].norm(dim=-1)
         assert float(error.max()) < 0.005, where
+
+
+def test_int4_with_the_scales_of_a_checkpoint_equals_the_oracle() -> None:
+    spec = MoESpec(16, 4, 1024, 512, routed_scaling_factor=1.5)
+    one = {"w13_input_scale": torch.tensor(5.0 / 448, device="cuda"), "w2_input_scale": torch.tensor(4.0 / 448, device="cuda")}
+    weights = replace(random_weights(spec, "w4afp8", device="cuda"), **one)
+    recipe = Recipe("gathered_w4", per_tensor=1)
+    with MoERuntime(spec, weights, buckets=[1, 32], path=recipe, progress=False) as runtime:
+        for tokens in (1, 20, 32):
+            for name, ids in routings(spec, tokens, seed=tokens, device="cuda"):
+                x, router = random_inputs(spec, tokens, seed=tokens, device="cuda")
+                assert_rows(runtime(x, ids, router), oracle(x, ids, router, weights, recipe), "w4afp8", f"{name} T={tokens}", recipe=recipe)
+        assert {bucket.kernels for bucket in runtime.report().buckets} == {5}
 
 
 @pytest.mark.parametrize(("name", "scale_format"), [("ragged", None), ("K > E", ScaleFormat.FLOAT32)])

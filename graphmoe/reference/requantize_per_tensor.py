@@ -1,4 +1,4 @@
-"""Twin of `kernels/requantize.py`."""
+"""Twin of `kernels/requantize_per_tensor.py`."""
 
 from __future__ import annotations
 
