@@ -243,8 +243,9 @@ def test_float32_hidden_states_run_in_the_models_own_code(caplog: pytest.LogCapt
     assert ["torch.float32" in line for line in warned(caplog)] == [True]
 
 
-@pytest.mark.parametrize("fmt", ["fp8_block", "ue8m0"])
+@pytest.mark.parametrize("fmt", ["fp8_block", "ue8m0", "w4afp8"])
 def test_experts_are_quantised_in_place(fmt: str) -> None:
+    torch.manual_seed(0)
     model = tiny_model("Qwen3Moe", experts="graphmoe", hidden_size=128, moe_intermediate_size=128)
     layer = next(module for module in model.modules() if experts.is_experts(module))
     x, ids, scales = torch.randn(4, 128).bfloat16(), torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]]), torch.rand(4, 2)
@@ -257,7 +258,7 @@ def test_experts_are_quantised_in_place(fmt: str) -> None:
         assert bool(model(IDS).logits.isfinite().all())
     (runtime,) = experts.runtimes_of(model.config)
     assert runtime.plan.fmt == fmt
-    assert bool(((rounded - exact).norm(dim=-1) / exact.norm(dim=-1) < 0.12).all())
+    assert bool(((rounded - exact).norm(dim=-1) / exact.norm(dim=-1) < (0.3 if fmt == "w4afp8" else 0.12)).all())
     assert not torch.equal(rounded, exact)
     sizes = {module.gate_up_proj.element_size() for module in model.modules() if experts.is_experts(module)}
     assert sizes == {1}

@@ -106,9 +106,11 @@ def forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k
 def quantize_experts(model: nn.Module, fmt: str = "fp8_block") -> int:
     """Quantise a BF16 model's experts in place, one layer at a time: its peak memory is the model and one layer. Only graphmoe runs them then.
 
+    int4 is repacked once more when it runs, into a copy.
+
     Args:
         model: a Transformers model whose experts implementation is `graphmoe`.
-        fmt: `"fp8_block"` or `"ue8m0"`.
+        fmt: `"fp8_block"`, `"ue8m0"` or `"w4afp8"`.
 
     Returns:
         How many layers were quantised.
@@ -229,6 +231,9 @@ def _leave(module: nn.Module) -> None:
 def _weights(module: nn.Module, top_k: int) -> ExpertWeights:
     spec, fmt = spec_of(module, top_k), format_of(module)
     w13, w2, *scales = _weights_of(module)
+    if fmt == "w4afp8":
+        one = {f"{short}_input_scale": getattr(module, f"{name}_input_scale", None) for short, name in (("w13", "gate_up_proj"), ("w2", "down_proj"))}
+        return ExpertWeights.from_int4(spec, w13, scales[0], w2, scales[1], **one)
     if fmt == "bf16":
         return ExpertWeights.from_bf16(spec, w13, w2, fmt="bf16")
     return ExpertWeights.from_fp8(spec, w13, scales[0], w2, scales[1], fmt=fmt)

@@ -17,7 +17,7 @@ _SILU = ("SiLU", "SiLUActivation")
 def spec_of(module: Any, top_k: int) -> MoESpec:
     """The layer that an experts module holds. Transformers' routers apply the model's scaling factor themselves."""
     experts, rows, hidden = module.gate_up_proj.shape
-    return MoESpec(int(experts), top_k, int(hidden), int(rows) // 2)
+    return MoESpec(int(experts), top_k, int(hidden) * get_format(format_of(module)).per_element, int(rows) // 2)
 
 
 def format_of(module: Any) -> str:
@@ -70,11 +70,11 @@ def _why_not_its_weights(module: Any, top_k: int) -> str | None:
     assert down is not None
     if type(gate_up.data) is not Tensor:
         return f"its weights are {type(gate_up.data).__name__}s, not plain tensors"
+    of = get_format(format_of(module))
     experts, rows, hidden = gate_up.shape
-    if tuple(down.shape) != (experts, hidden, rows // 2) or rows % 2:
+    if tuple(down.shape) != (experts, *of.stored_shape(hidden * of.per_element, rows // 2)) or rows % 2:
         return f"gate_up_proj is {tuple(gate_up.shape)} and down_proj {tuple(down.shape)}, not [E, 2I, H] and [E, H, I]"
-    scaled = getattr(module, "gate_up_proj_scale_inv", None) is not None
-    payload = torch.float8_e4m3fn if scaled else torch.bfloat16
+    scaled, payload = of.scales is not None, getattr(torch, of.weight_dtype)
     if gate_up.dtype != payload or down.dtype != payload:
         remedy = "" if scaled else "; load the model with dtype=torch.bfloat16"
         return f"its weights are {gate_up.dtype} and {down.dtype}, not {payload}{remedy}"
